@@ -138,7 +138,7 @@ def test_unknown_or_invalid_arguments_are_rejected() -> None:
             {"checkpoint": "outputs/debug_model", "dtype": "half"},
             "dtype = 'half' is not supported; there are auto, bfloat16",
         ),
-        ({"checkpoint": "outputs/debug_model", "batch_size": "0"}, "--batch_size = '0' must be auto or a whole number"),
+        ({"checkpoint": "outputs/debug_model", "batch_size": "0"}, "--batch_size = '0' must be auto or an integer"),
     ):
         with pytest.raises(ConfigError, match=message):
             HarnessModel(**arguments)
@@ -192,7 +192,7 @@ def test_task_without_context_needs_a_bos_or_eos_token(trained_run: Path, tmp_pa
             hook=remove_bos_and_eos,
         )
         assert found.returncode == 2, found.stderr
-        assert "error: the task has texts with nothing before them, and the tokenizer no token" in found.stderr
+        assert "error: the task has texts without a context, and the tokenizer has neither a BOS" in found.stderr
         assert "Traceback" not in found.stderr
 
 
@@ -273,7 +273,7 @@ def test_answer_longer_than_the_training_sequences_is_an_error(trained_run: Path
         hook=skip_default_tasks,
     )
     assert found.returncode == 2
-    assert "the model was trained on sequences of 64: take a task with shorter answers" in found.stderr
+    assert "the context of the model has 64: take a task with shorter answers" in found.stderr
     assert "Traceback" not in found.stderr
 
 

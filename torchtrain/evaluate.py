@@ -82,10 +82,10 @@ def main(argv: Sequence[str]) -> int:
             f"{error}; {remedy}. A checkpoint is evaluated by --model torchtrain (the default) --model_args "
             "checkpoint=FOLDER --tasks TASK"
         ) from None
-    except ConnectionError as error:  # of the hub
+    except ConnectionError as error:  # to the Hugging Face hub
         raise StorageError(
-            f"a task's data cannot be fetched: {error}. Start again with a network, or fetch them on a machine "
-            "that has one into a folder that HF_HOME names on both"
+            f"a task's data cannot be fetched: {error}. Connect this machine to the network, or fetch them on another "
+            "machine into a folder that HF_HOME names on both"
         ) from None
     if dist.is_initialized():
         destroy_process_group()
@@ -130,10 +130,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         if str(batch_size).startswith("auto"):
             batch_size = 8
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
-            raise ConfigError(f"--batch_size = {batch_size!r} must be auto or a whole number from 1")
+            raise ConfigError(f"--batch_size = {batch_size!r} must be auto or an integer of at least 1")
         # The harness's default is cuda, and its own models fall back to the available device.
-        place = "cpu" if device == "cpu" else "auto"
-        self.trained = load_model(checkpoint, place, dtype, tokenizer_path, weights)
+        device = "cpu" if device == "cpu" else "auto"
+        self.trained = load_model(checkpoint, device, dtype, tokenizer_path, weights)
         self.batch_size = int(batch_size)
 
     @property
@@ -151,8 +151,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             if token is not None:
                 return token
         raise ConfigError(
-            "the task has texts with nothing before them, and the tokenizer no token to begin with, bos or eos: take a "
-            "task with contexts, or name another tokenizer by tokenizer_path in --model_args"
+            "the task has texts without a context, and the tokenizer has neither a BOS nor an EOS token to begin them "
+            "with: take a task with contexts, or set another tokenizer by tokenizer_path in --model_args"
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -162,7 +162,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
         if add_special_tokens is None and begin is not None:
             spelled = tokenizer.decode([begin])
-            if spelled and string.startswith(spelled):  # as the harness's own model reads it: no bos is added
+            if spelled and string.startswith(spelled):  # as in the harness's own model, no second one is added
                 return [begin, *tokenizer.encode(string.removeprefix(spelled))]
         return self.trained.encode_prompt(string)
 
@@ -181,10 +181,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     ) -> list[tuple[float, bool]]:
         if (longest := max((len(continuation) for _, _, continuation in requests), default=0)) > self.max_length:
             raise ConfigError(
-                f"the task asks how likely {longest} tokens in a row are, and the model was trained on sequences of "
+                f"the task scores answers of {longest} tokens, and the context of the model has "
                 f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"
             )
-        # Longest first, so that a lack of memory shows at once, and rows of a batch have about the same length.
+        # Longest first, so that a lack of memory is found immediately, and the rows of a batch have similar lengths.
         collator = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
         results: list[tuple[float, bool]] = []
         for batch in self._batches(collator, disable_tqdm):

@@ -63,7 +63,7 @@ class Options:
     def __post_init__(self) -> None:
         check_values(self, "--")
         has_one = (self.prompt is None) == bool(self.prompts_file)
-        require(has_one, "generate needs one of --prompt and --prompts_file; see --help")
+        require(has_one, "generate needs either --prompt or --prompts_file; see --help")
         if self.output_file:
             file, given = Path(self.output_file), f"--output_file = {self.output_file!r}"
             require(not file.is_dir(), f"{given} is a folder; name a file in it")
@@ -75,7 +75,7 @@ class Options:
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Generate text, which the first rank writes, and return the exit code of the process."""
+    """Generate text, which rank 0 writes, and return the exit code of the process."""
     is_first = is_first_rank()
     options = tyro.cli(
         Options,
@@ -94,8 +94,7 @@ def main(argv: Sequence[str]) -> int:
     prompts = [options.prompt] if options.prompt is not None else read_prompts(Path(options.prompts_file))
     # Replaces lone surrogates, which JSON can contain and Python creates from bytes of an argument that are not UTF-8.
     prompts = [prompt.encode("utf-8", "replace").decode() for prompt in prompts]
-    place = (options.device, options.dtype, options.tokenizer_path)
-    trained = load_model(options.checkpoint, *place, options.weights)
+    trained = load_model(options.checkpoint, options.device, options.dtype, options.tokenizer_path, options.weights)
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.seed)
     encoded = [encode(trained, prompt, options.max_new_tokens) for prompt in prompts]
     longest = trained.model.config.max_seq_len
@@ -126,15 +125,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_prompts(file: Path) -> list[str]:
-    """The prompts in ``file``; ConfigError names the line that is none."""
+    """The prompts in ``file``; ConfigError names the first line that is not a prompt."""
     try:
         content = with_retries(file.read_bytes, file).decode("utf-8-sig")  # with or without a byte order mark
     except (*MISSING, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts_file {file} cannot be read: {error}") from None
-    # Not splitlines: U+2028 and others that it takes for ends of lines may stand in JSON, and in a prompt.
+    # Not splitlines, which also splits at characters such as U+2028, which JSON strings and prompts may contain.
     lines = [line for line in content.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
-        raise ConfigError(f"--prompts_file {file} holds no prompt; give one a line")
+        raise ConfigError(f"--prompts_file {file} contains no prompts; write one per line")
     if file.suffix != ".jsonl":
         return lines
     prompts = []
@@ -149,11 +148,11 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def encode(trained: "TrainedModel", prompt: str, max_new_tokens: int | None) -> list[int]:
-    """Tokens of ``prompt``, begun as a document is; ConfigError if the model has not so many positions."""
+    """Token ids of ``prompt``; ConfigError if they and the new tokens exceed the context of the model."""
     tokens = trained.encode_prompt(prompt) or trained.tokenizer.encode(prompt, bos=True)
     longest = trained.model.config.max_seq_len
     if not tokens:
-        raise ConfigError(f"the prompt {prompt!r} has no tokens, and the tokenizer none to begin with; give some text")
+        raise ConfigError(f"the prompt {prompt!r} has no tokens, and the tokenizer has no BOS token; give some text")
     if len(tokens) + (max_new_tokens or 1) > longest:
         raise ConfigError(
             f"a prompt of {len(tokens)} tokens and --max_new_tokens = {max_new_tokens or 1} must fit into the "
@@ -172,7 +171,7 @@ def complete(
     first_prompt: int,
     show: Callable[[str], None] | None,
 ) -> list[dict[str, Any]]:
-    """The result of each prompt, as an object of the output file. ``show`` gets the first one's text while it comes."""
+    """Complete each prompt; returns objects for the output file. ``show`` is called with new text of the first one."""
     from torchtrain.inference.generation import generate
 
     made: list[list[int]] = [[] for _ in prompts]
@@ -190,7 +189,7 @@ def complete(
                 tokens.append(token)
         if show is not None:
             text = text_of(trained, encoded[0], made[0])
-            # A character of several bytes that is there in part shows as U+FFFD: wait for the rest.
+            # An incomplete character of several bytes is decoded to U+FFFD: wait for its other bytes.
             if not text.endswith("\ufffd"):
                 show(text[shown:])
                 shown = len(text)
@@ -205,7 +204,7 @@ def complete(
 
 
 def text_of(trained: "TrainedModel", before: list[int], tokens: list[int]) -> str:
-    """The text of ``tokens`` that go on from ``before``; the end of a document has none."""
+    """Text of ``tokens``, which follow the tokens ``before``, without a final EOS token."""
     known = tokens[:-1] if tokens[-1] in trained.eos_ids else tokens
     decode = trained.tokenizer.decode
     return decode(before + known)[len(decode(before)) :]

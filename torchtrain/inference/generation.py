@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.attention_backend import without_cudnn_attention
 
-WHOLE = 2**52  # probabilities are integers that sum to at most this number, so that float64 represents all sums exactly
+PROBABILITY_UNITS = 2**52  # probabilities are integers with at most this sum, so that float64 sums are exact
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,15 @@ def generate(
         eos_ids: tokens that end a text.
         first_prompt: index of the first prompt, which seeds its random numbers.
     """
-    assert all(prompts), "each prompt needs a token to begin with"
+    assert all(prompts), "each prompt must have at least one token"
     limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-    longest, steps, positions_known = max(map(len, prompts)), max(limits), model.config.max_seq_len
+    longest, steps, max_seq_len = max(map(len, prompts)), max(limits), model.config.max_seq_len
     capacity = longest + steps
-    assert all(len(prompt) + limit <= positions_known for prompt, limit in zip(prompts, limits, strict=True))
+    assert all(len(prompt) + limit <= max_seq_len for prompt, limit in zip(prompts, limits, strict=True))
     device = next(model.parameters()).device
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)  # (bs,)
     tokens = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
-    places = torch.arange(capacity, device=device)
+    indices = torch.arange(capacity, device=device)
     # One generator for each prompt, so that its text does not depend on the rest of the batch.
     generators = [prompt_generator(sampling.seed, first_prompt + i) for i in range(len(prompts))]
     ended = [False] * len(prompts)
@@ -99,11 +99,11 @@ def generate(
         start = 0
         for number in range(1, steps + 1):
             end = start + tokens.shape[1]
-            queries, keys = places[start:end, None], places[:end]
+            queries, keys = indices[start:end, None], indices[:end]
             # Earlier tokens except padding. Padding attends to itself, because a softmax over no keys gives NaN.
             visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
             # Prompts that have ended may exceed the RoPE tables; their tokens are discarded.
-            positions = (places[start:end] - padding[:, None]).clamp(0, positions_known - 1)  # (bs, seq)
+            positions = (indices[start:end] - padding[:, None]).clamp(0, max_seq_len - 1)  # (bs, seq)
             with without_cudnn_attention():  # cuDNN builds a plan for each number of keys
                 logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
             if isinstance(logits, DTensor):
@@ -146,9 +146,9 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     if sampling.top_k:
         scores[:, sampling.top_k :] = -torch.inf
     # Integers, because CUDA may sum floating-point numbers in another order on each rank and in each call.
-    shares = (scores.softmax(dim=-1).double() * WHOLE).long()
+    shares = (scores.softmax(dim=-1).double() * PROBABILITY_UNITS).long()
     before = shares.cumsum(dim=-1) - shares  # cumulative probability of all more likely tokens
-    shares[before >= int(sampling.top_p * WHOLE)] = 0
+    shares[before >= int(sampling.top_p * PROBABILITY_UNITS)] = 0
     cumulative = shares.cumsum(dim=-1).double()
-    place = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
-    return order.gather(1, place)[:, 0]
+    rank = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
+    return order.gather(1, rank)[:, 0]
