@@ -209,3 +209,13 @@ def test_identity_of_a_mixture_covers_all_sources_and_the_tokenizer(tmp_path):
     assert TOKENIZER.content_hash[:16] in before["model.tokenizer_path"]
     write_jsonl(tmp_path / "1.jsonl", DOCUMENTS[2:])
     assert loader(config).identity["data.sources"] != before["data.sources"]
+
+
+def test_docstrings_of_the_standard_library_are_a_source() -> None:
+    source = opened_text(DataConfig(type="standard_library_docs"), 1)
+    assert source.parts > 200
+    texts = list(source.read_all(range(source.parts)))
+    assert any(text.startswith("Abstract Base Classes (ABCs) according to PEP 3119.") for text in texts)
+    assert not any("import " in text and "self." in text and "\n    return " in text for text in texts[:20])
+    assert source.text_bytes == sum(len(text.encode()) for text in texts)
+    assert source.identity() == opened_text(DataConfig(type="standard_library_docs"), 1).identity()

@@ -128,6 +128,7 @@ DATA_SOURCES = Registry(
         "files": "torchtrain.datasets.builtin_sources:Files",
         "hub": "torchtrain.datasets.builtin_sources:HubDataset",
         "standard_library": "torchtrain.datasets.builtin_sources:StandardLibrary",
+        "standard_library_docs": "torchtrain.datasets.builtin_sources:StandardLibraryDocs",
     },
 )
 """Subclasses of ``datasets.source.DataSource``, or classes with its class methods ``ask_once`` and ``open``."""

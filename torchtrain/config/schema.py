@@ -477,8 +477,8 @@ class SourceConfig(Section):
     """Share of the tokens that come from this source, relative to the weights of the other sources. 0: none; the source
     is only opened, and keeps its position for a later stage."""
     type: str = ""
-    """Type of the source: files, hub, standard_library, or one that a module in job.import registers
-    (docs/extending.md). Empty: files if path is set, hub if name is set."""
+    """Type of the source: files, hub, standard_library, standard_library_docs (its docstrings), or one that a module in
+    job.import registers (docs/extending.md). Empty: files if path is set, hub if name is set."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[data.options]: options of a registered type."""
 
@@ -493,7 +493,7 @@ class SourceConfig(Section):
         require(self.type != "files" or bool(self.path), "data.type = 'files' needs data.path")
         require(self.type != "hub" or bool(self.name), "data.type = 'hub' needs data.name")
         require(
-            not self.options or self.source_type not in ("files", "hub", "standard_library"),
+            not self.options or self.source_type not in ("files", "hub", "standard_library", "standard_library_docs"),
             f"data.options = {self.options} are for a type of your own, and data.type is {self.source_type!r}",
         )
         require(

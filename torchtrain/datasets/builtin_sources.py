@@ -11,7 +11,7 @@ from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.file_formats import kind_of
 from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
-from torchtrain.datasets.local_files import open_files, open_standard_library
+from torchtrain.datasets.local_files import open_files, open_standard_library, open_standard_library_docs
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.remote_files import (
     RemoteFile,
@@ -144,6 +144,18 @@ class StandardLibrary:
     @staticmethod
     def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
         return open_standard_library()
+
+
+class StandardLibraryDocs:
+    """data.type = "standard_library_docs": the docstrings of the Python standard library."""
+
+    @staticmethod
+    def ask_once(config: SourceConfig, context: SourceContext) -> None:  # noqa: ARG004
+        return None
+
+    @staticmethod
+    def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
+        return open_standard_library_docs()
 
 
 def open_source(config: SourceConfig, context: SourceContext) -> DataSource:

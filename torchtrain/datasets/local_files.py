@@ -1,13 +1,15 @@
 """Local text files with random access to documents: plain text in place, other formats by a converted copy."""
 
+import ast
 import fcntl
 import itertools
 import math
 import os
 import sysconfig
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,6 +95,34 @@ def are_plain_text(files: Sequence[Path]) -> bool:
 def open_standard_library() -> LocalText:
     """The source code of the Python standard library."""
     return _text_files(standard_library_files(), "the Python standard library", math.inf)
+
+
+def open_standard_library_docs() -> LocalText:
+    """The docstrings of the Python standard library: English text, one document per module."""
+    texts = _standard_library_docstrings()
+    digest = xxhash.xxh3_128_hexdigest("\0".join(texts).encode())[:16]
+    return LocalText(
+        datasets.Dataset.from_dict({"text": texts}),
+        "the docstrings of the Python standard library",
+        lambda whole=False: f"{len(texts)} documents, hash {digest}",  # noqa: ARG005
+        sum(len(text.encode()) for text in texts),
+    )
+
+
+@cache  # parsing the library takes seconds, and each stage opens its sources
+def _standard_library_docstrings() -> list[str]:
+    return list(filter(None, map(_docstrings, standard_library_files())))
+
+
+def _docstrings(module: Path) -> str:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escape sequences in the source code
+            tree = ast.parse(module.read_bytes())
+    except SyntaxError:  # some modules are examples of errors
+        return ""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
 def standard_library_files() -> list[Path]:
