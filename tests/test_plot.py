@@ -1,7 +1,6 @@
 """scripts/plot.py plots the metrics, restarts and faults in metrics.jsonl."""
 
 import errno
-import importlib.util
 import json
 import subprocess
 import sys
@@ -13,6 +12,9 @@ from forked_command import run_command
 
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("matplotlib")
+
+from torchtrain.metrics.curves import plot  # noqa: E402
+from torchtrain.metrics.history import read_run  # noqa: E402
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
@@ -26,9 +28,6 @@ def numbers(step: int, loss: float) -> dict:
 
 
 def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     plain = write_run(tmp_path / "plain", [{"step": 0, "event": "start"}, numbers(1, 8.0), numbers(2, 7.0)])
     twice = write_run(
         tmp_path / "twice",
@@ -37,9 +36,9 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
             *(numbers(2, 7.25), {"step": 2, "event": "bad_step_skip"}, numbers(3, 6.0)),
         ],
     )
-    runs = [script.read_run(plain), script.read_run(twice / "metrics.jsonl")]
+    runs = [read_run(plain), read_run(twice / "metrics.jsonl")]
     assert runs[0].restarts == []
-    figure = script.plot(runs, tmp_path / "curves.png")
+    figure = plot(runs, tmp_path / "curves.png")
     loss, grad_norm, *_ = figure.axes
     first, second, restart, fault = (line.get_xydata().tolist() for line in loss.lines)
     assert first == [[1, 8.0], [2, 7.0]]
@@ -53,29 +52,24 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
 
 
 def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     lines = [{**numbers(step, 8.0 - step), "tokens": 1000 * max(step, 2 * step - 2)} for step in range(1, 5)]
-    run = script.read_run(write_run(tmp_path / "ramp", lines))  # from step 3 on with twice the batch
-    figure = script.plot([run], tmp_path / "steps.png")
+    run = read_run(write_run(tmp_path / "ramp", lines))  # from step 3 on with twice the batch
+    figure = plot([run], tmp_path / "steps.png")
     (top,) = figure.axes[0].child_axes
     labels = {tick: label.get_text() for tick, label in zip(top.get_xticks(), top.get_xticklabels(), strict=True)}
     assert (labels[2], labels[4]) == ("2k", "6k")
-    figure = script.plot([run], tmp_path / "tokens.png", "tokens")
+    figure = plot([run], tmp_path / "tokens.png", "tokens")
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1000, 2000, 4000, 6000]
 
 
 def test_plot_marks_stages_and_no_restart_between_them(tmp_path: Path) -> None:
-    spec = importlib.util.spec_from_file_location("plot", ROOT / "scripts" / "plot.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
     lines = [{"step": 0, "event": "start", "stage": "main"}, numbers(1, 8.0), numbers(2, 7.0)]
     lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
     lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
-    run = script.read_run(write_run(tmp_path / "staged", lines))
+    run = read_run(write_run(tmp_path / "staged", lines))
     assert (run.borders, run.restarts) == ([(0, "main"), (2, "long")], [2])
-    figure = script.plot([run], tmp_path / "curves.png")
+    assert [line["stage"] for line in run.starts] == ["main", "long"]  # of the process, and of its restart
+    figure = plot([run], tmp_path / "curves.png")
     assert [text.get_text() for text in figure.axes[0].texts] == [" main", " long"]
 
 
@@ -95,3 +89,12 @@ def test_unreadable_metrics_file_is_an_error(disk: DiskFaults, tmp_path: Path) -
     found = run_command("scripts/plot.py", str(run))
     assert found.returncode == 2
     assert found.stderr == f"error: {run}/metrics.jsonl cannot be read: Input/output error\n"
+
+
+def test_plot_of_one_run_has_the_loss_of_each_source(tmp_path: Path) -> None:
+    lines = [numbers(1, 8.0) | {"source_loss_web": 7.0}, numbers(2, 6.0) | {"source_loss_code": 5.0}]
+    run = read_run(write_run(tmp_path / "mix", lines))
+    total, web, code = plot([run], tmp_path / "curves.png").axes[0].lines
+    assert [line.get_xydata().tolist() for line in (total, web, code)] == [[[1, 8], [2, 6]], [[1, 7]], [[2, 5]]]
+    assert [line.get_label() for line in (web, code)] == ["web", "code"]
+    assert len(plot([run, run], tmp_path / "curves.png").axes[0].lines) == 2

@@ -11,6 +11,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from torchtrain.metrics.history import Run
 
+SOURCE_LOSS = "source_loss_"
 PANELS = (
     ("loss", "Loss (nats per token)"),
     ("grad_norm", "Gradient norm"),
@@ -25,6 +26,18 @@ def tokens_after(run: Run, steps: Sequence[float]) -> list[float]:
     """The tokens of ``run`` up to each of ``steps``, interpolated between its lines."""
     known = [(0, 0), *((line["step"], line["tokens"]) for line in run.lines if isinstance(line.get("tokens"), int))]
     return [float(tokens) for tokens in np.interp(steps, [step for step, _ in known], [count for _, count in known])]
+
+
+def draw_sources(axes: Axes, run: Run, over: str) -> None:
+    """Draw the loss of each source of the data, where the run has recorded it, with a legend in the panel."""
+    keys = dict.fromkeys(key for line in run.lines for key in line if key.startswith(SOURCE_LOSS))
+    for key, color in zip(keys, COLORS[1:], strict=False):
+        points = [(line["step"], line[key]) for line in run.lines if isinstance(line.get(key), (int, float))]
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        x = tokens_after(run, steps) if over == "tokens" else steps
+        axes.plot(x, values, color=color, linewidth=1, label=key.removeprefix(SOURCE_LOSS), zorder=1.5)
+    if keys:
+        axes.legend(loc="lower left", fontsize=8, frameon=False)
 
 
 def draw(axes: Axes, run: Run, key: str, color: str, over: str) -> None:
@@ -64,6 +77,8 @@ def plot(runs: Sequence[Run], output: Path, over: str = "step") -> Figure:
     for axes, (key, title) in zip(grid.flat, PANELS, strict=True):
         for run, color in zip(runs, (COLORS * len(runs))[: len(runs)], strict=True):
             draw(axes, run, key, color, over)
+        if key == "loss" and len(runs) == 1:
+            draw_sources(axes, runs[0], over)
         axes.set_title(title, loc="left", fontsize=11, pad=6)
         axes.grid(color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -79,7 +94,7 @@ def plot(runs: Sequence[Run], output: Path, over: str = "step") -> Figure:
     if over == "step" and any("tokens" in line for line in runs[0].lines):
         for axes in grid[0]:
             add_token_axis(axes, runs[0])
-    handles, names = grid[0, 0].get_legend_handles_labels()
+    handles, names = grid[0, 1].get_legend_handles_labels()
     if any(run.restarts for run in runs):
         handles.append(Line2D([], [], color="#555555", linewidth=1, linestyle=(0, (4, 3))))
         names.append("restart")

@@ -14,7 +14,7 @@ from torchtrain.logging import logger
 class Run:
     name: str
     lines: list[dict[str, Any]]  # numbers by step, ascending, each step once
-    starts: list[dict[str, Any]]  # the events "start"
+    starts: list[dict[str, Any]]  # the events "start" of processes, not those of later stages of the same process
     restarts: list[int]
     faults: list[tuple[int, str]]  # step, event
     borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a stage begins, and its name
@@ -49,12 +49,14 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
         if event is None:
             by_step.setdefault(line["step"], {}).update(line)
         elif event == "start":
-            starts.append(line)
-            stage = line.get("stage")
-            if stage and stage not in stages:
+            stage: Any = line.get("stage")
+            begins_stage = stage is not None and stage not in stages
+            if begins_stage:
                 stages[stage] = line["step"]
             elif by_step:
                 restarts.append(line["step"])
+            if not begins_stage or not by_step:
+                starts.append(line)
             if by_step:
                 by_step = {step: own for step, own in by_step.items() if step <= line["step"]}  # later ones are left
         else:
