@@ -545,7 +545,8 @@ def validate(
         find_weights(initial)
     check_layout(config, device, dims, model)
     check_optimizer(config.optimizer, parameter_shapes(model), model)
-    encode_prompts(config, tokenizer)
+    if config.validation.prompts:
+        encode_prompts(config, tokenizer)
     if config.checkpoint.last_save_in_hf:
         check_export(config, model)
 
