@@ -573,11 +573,12 @@ def spike_in_the_second_step() -> Any:
 
 def test_spike_is_handled_like_non_finite_numbers_also_after_a_restart(tmp_path: Path) -> None:
     uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
-    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5")
+    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5", "--metrics.norms_freq", "1")
     finish(uninterrupted, *spikes, hook=spike_in_step_7)
     (event,) = (line for line in metrics_lines(uninterrupted) if line.get("event", "").startswith("bad_step"))
     assert (event["step"], event["event"]) == (7, "bad_step_skip")
     assert "is a spike: the last 5 steps had" in event["problem"]
+    assert re.search(r"; the norm of the gradient of \S+ left its range first, in step 7: ", event["problem"])
     assert saved_tensors(uninterrupted, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
     finish(resumed, *spikes, "--training.steps", "5")
     finish(resumed, *spikes, hook=spike_in_the_second_step)

@@ -1,5 +1,6 @@
 """Norms by layer: those of plain PyTorch on one rank, and the same on every layout."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ from parity import TINY, config_of, train
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchtrain.metrics.norms import NormsByLayer
+from torchtrain.datasets.dataloader import Batch
+from torchtrain.metrics.norms import NormsByLayer, RecordedNorms
 from torchtrain.metrics.step_hook import StepHook
+from torchtrain.models.llama import Transformer
 from torchtrain.trainer import TrainStep
 
 STEPS = 3
@@ -23,6 +26,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "HSDP": (2, {"data_parallel_replicate_degree": 2}, {}),
     "exact": (2, {}, {"sums": "exact"}),
     "TP": (2, {"tensor_parallel_degree": 2}, {}),
+    "TP without SP": (2, {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}, {}),
     "CP": (2, {"context_parallel_degree": 2}, {}),
     "PP, FSDP": (4, {"pipeline_parallel_degree": 2}, {}),
 }
@@ -52,6 +56,15 @@ def reference_norms() -> list[dict[str, float]]:
             assert isinstance(tensor, DTensor)
             return tensor.full_tensor().detach().double().clone()
 
+        def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
+            """Compute the outputs of the blocks with the same weights by a model that is not parallelized."""
+            model = Transformer(TINY)
+            model.load_state_dict({name: self.full(parameter) for name, parameter in self.parameters.items()})
+            self.outputs: list[float] = []
+            for block in model.layers.values():
+                block.register_forward_hook(lambda _, __, out: self.outputs.append(out.pow(2).mean().sqrt().item()))
+            model(batch.tokens)
+
         def after_gradients(self) -> None:
             self.grads = {name: self.full(parameter.grad) for name, parameter in self.parameters.items()}
             self.before = {name: self.full(parameter) for name, parameter in self.parameters.items()}
@@ -64,6 +77,7 @@ def reference_norms() -> list[dict[str, float]]:
                 for layer in ["tok_embeddings", *(f"layers.{i}" for i in range(TINY.n_layers)), "norm", "output"]:
                     own = [t.flatten() for name, t in tensors.items() if name.startswith(f"{layer}.")]
                     norms[f"norm_{kind}_{layer}"] = torch.cat(own).norm().item()
+            norms |= {f"rms_output_layers.{i}": output for i, output in enumerate(self.outputs)}
             found.append(norms)
 
     train(config_of(), steps=STEPS, attach=lambda train_step: train_step.hooks.append(Reference(train_step)))
@@ -104,4 +118,55 @@ def test_run_writes_norms_every_norms_freq_steps(tmp_path: Path) -> None:
     finish(tmp_path, "--metrics.norms_freq", "3", "--training.steps", "7", "--metrics.log_freq", "100", ranks=1)
     lines = [line for line in read_metrics(tmp_path) if "norm_grad_output" in line]
     assert [line["step"] for line in lines] == [3, 6]
+    assert all(0.01 < line["rms_output_layers.0"] < 100 for line in lines)
     assert all(line["norm_weight_layers.0"] > line["norm_update_layers.0"] > 0 for line in lines)
+
+
+USUAL = [(step, 1.0 + step % 3 / 10) for step in range(1, 13)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        (
+            {(12, "norm_grad_layers.1"): 9.0},
+            "the norm of the gradient of layers.1 left its range first, in step 12: 9,",
+        ),
+        # The block whose output left two steps before, and not the gradients that left with the loss.
+        (
+            {
+                **{(step, "rms_output_layers.1"): 3.0 for step in (10, 11, 12)},
+                (12, "norm_grad_layers.0"): 90.0,
+                (12, "rms_output_layers.0"): 5.0,
+            },
+            "the root mean square of the output of layers.1 left its range first, in step 10: 3, usually 1.1",
+        ),
+        # Of what left together, what is the farthest outside.
+        (
+            {(12, "norm_grad_layers.0"): 9.0, (12, "norm_grad_layers.1"): 90.0},
+            "the norm of the gradient of layers.1 left its range first, in step 12: 90, usually 1.1",
+        ),
+        # What is not finite spreads to all later outputs and to all gradients.
+        (
+            {(12, name): math.nan for name in ("rms_output_layers.1", "norm_grad_layers.0", "norm_grad_layers.1")},
+            "the root mean square of the output of layers.1 left its range first, in step 12: nan, usually 1.1",
+        ),
+        # A spike that is over does not widen the range.
+        (
+            {(10, "norm_grad_layers.1"): 90.0, (12, "norm_grad_layers.1"): 9.0},
+            "the norm of the gradient of layers.1 left its range first, in step 12: 9, usually 1.1",
+        ),
+        ({(10, "norm_grad_layers.1"): 90.0}, ""),
+        # Weights and updates grow in any run.
+        ({(12, "norm_weight_layers.1"): 90.0, (12, "norm_update_layers.1"): 90.0}, ""),
+    ],
+)
+def test_layer_that_left_its_range_first_is_named(changes: dict[tuple[int, str], float], expected: str) -> None:
+    names = [f"{kind}_layers.{i}" for kind in ("norm_grad", "norm_weight", "norm_update", "rms_output") for i in (0, 1)]
+    recorded = RecordedNorms()
+    recorded.add(99, dict.fromkeys(names, 500.0))  # undone by a rollback
+    for step, usual in USUAL:
+        recorded.add(step, {name: changes.get((step, name), usual) for name in names})
+    assert recorded.first_to_leave().startswith(expected)
+    assert bool(recorded.first_to_leave()) == bool(expected)

@@ -211,6 +211,7 @@ class Trainer:
         if config.metrics.norms_freq:
             norms = NormsByLayer(self.model, config.metrics.norms_freq, self.metrics.record_values, self.gloo_group)
             self.train_step.hooks.append(norms)
+            self.guard.explain = norms.recorded.first_to_leave
         self.validator: Validator | None = None
         if config.validation.enable:
             self.validator = Validator(

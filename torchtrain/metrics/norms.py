@@ -1,6 +1,10 @@
-"""Norms of gradients, weights and updates by layer."""
+"""Norms of gradients, weights and updates by layer, and the root mean square of the output of each block."""
 
-from collections.abc import Callable
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.agreement import gather_from_all_ranks
+from torchtrain.distributed.mesh import local
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name
@@ -28,10 +33,12 @@ class NormsByLayer(StepHook):
     """Every ``freq`` steps, computes the L2 norms of each layer's gradient, weights and update, on any layout.
 
     The gradient is that before clipping, the weights are those after the update. Such a step holds a copy of this
-    rank's shards of the parameters.
+    rank's shards of the parameters. It also computes the root mean square of each block's output over all tokens of the
+    step. Hooks of a block run outside of its compiled code, which does not change.
 
     Args:
-        report: called on all ranks with the step and the norms by name, such as ``norm_grad_layers.3``.
+        report: called on all ranks with the step and the norms by name, such as ``norm_grad_layers.3`` and
+            ``rms_output_layers.3``.
         group: all ranks, for messages from the CPU; None: the default group.
     """
 
@@ -56,10 +63,40 @@ class NormsByLayer(StepHook):
         layers_of_ranks = gather_from_all_ranks(lambda: [layer for layer, _ in own], group)
         self.layers = list(dict.fromkeys(layer for layers in layers_of_ranks for layer in layers))
         self.parameters = [(self.layers.index(layer), parameter) for layer, parameter in own]
+        self.blocks = [
+            (self.layers.index(f"layers.{name}"), block)
+            for part in model.model_parts
+            for name, block in part.layers.items()
+        ]
+        self.recorded = RecordedNorms()
         self.is_due = False
 
     def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
         self.is_due = step % self.freq == 0
+
+    def before_forward_backward(self, batch: Batch) -> None:  # noqa: ARG002
+        if not self.is_due:
+            return
+        # Of the outputs on this rank: sums of squares, and numbers of elements. Ranks without sequence parallelism
+        # count the same outputs, which does not change the mean.
+        self.outputs = torch.zeros(2, len(self.layers), dtype=torch.float64, device=self.device)
+        self.handles = [block.register_forward_hook(self._add_output(layer)) for layer, block in self.blocks]
+
+    def after_backward(self) -> None:
+        if self.is_due:
+            for handle in self.handles:
+                handle.remove()
+
+    def _add_output(self, layer: int) -> Callable[[nn.Module, Any, Tensor], None]:
+        def add(_: nn.Module, __: Any, output: Tensor) -> None:
+            with torch.no_grad():
+                own = local(output)
+                self.outputs[0, layer] += _sum_of_squares(own)
+                self.outputs[1, layer] += own.numel()
+
+        # Else compile.enable would compile the hook, too, for each layer.
+        disabled: Callable[[nn.Module, Any, Tensor], None] = torch.compiler.disable(add)  # type: ignore[no-untyped-call]
+        return disabled
 
     @torch.no_grad()
     def after_gradients(self) -> None:
@@ -85,21 +122,98 @@ class NormsByLayer(StepHook):
         if not self.is_due:
             return
         # Each shard is counted on one rank only.
-        dist.all_reduce(self.squares)
-        norms = self.squares.sqrt().tolist()
-        self.report(
-            step,
-            {
-                f"norm_{kind}_{layer}": norm
-                for kind, of_kind in zip(KINDS, norms, strict=True)
-                for layer, norm in zip(self.layers, of_kind, strict=True)
-            },
-        )
+        sums = torch.cat((self.squares, self.outputs))
+        dist.all_reduce(sums)
+        norms = sums[: len(KINDS)].sqrt().tolist()
+        found = {
+            f"norm_{kind}_{layer}": norm
+            for kind, of_kind in zip(KINDS, norms, strict=True)
+            for layer, norm in zip(self.layers, of_kind, strict=True)
+        }
+        for layer, square, count in zip(self.layers, *sums[len(KINDS) :].tolist(), strict=True):
+            if count:
+                found[f"rms_output_{layer}"] = math.sqrt(square / count) if square >= 0 else math.nan
+        self.recorded.add(step, found)
+        self.report(step, found)
 
     def _add(self, kind: int, layer: int, tensor: Tensor) -> None:
-        """Add the squares of ``tensor``: within a row in float32, over rows in float64, as ``clip_grad_norm`` does."""
-        rows = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) if tensor.ndim > 1 else tensor.abs()
-        self.squares[kind, layer] += rows.double().square().sum().to(self.device)
+        self.squares[kind, layer] += _sum_of_squares(tensor).to(self.device)
+
+
+class RecordedNorms:
+    """Finds the layer whose gradient or output left its usual range first, among the norms recorded last."""
+
+    WINDOW = 64
+    """Number of steps whose norms are kept."""
+    MAX_OUTSIDE = 16
+    """After more steps in a row outside of a range, that is the usual range."""
+    FEWEST = 5
+    """Number of steps that make a range."""
+    DEVIATIONS = 6.0
+    """Standard deviations above the mean of the usual values up to which a value is usual, too."""
+
+    def __init__(self) -> None:
+        self.steps: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=self.WINDOW)
+
+    def add(self, step: int, norms: Mapping[str, float]) -> None:
+        """Record the norms of ``step``; after a rollback, of a step before."""
+        while self.steps and self.steps[-1][0] >= step:
+            self.steps.pop()
+        self.steps.append((step, norms))
+
+    def first_to_leave(self) -> str:
+        """A text about the layer that left first, or '' if none is outside of its range in the last step recorded.
+
+        Of several that left in the same step, it is the one that is the farthest outside, or the first in the order of
+        the forward whose output is not finite.
+        """
+        last = self.steps[-1][1] if self.steps else {}
+        outputs = [name for name in last if name.startswith("rms_output_")]
+        gradients = [name for name in last if name.startswith("norm_grad_")]
+        found = []
+        for order, name in enumerate([*outputs, *gradients]):
+            steps_outside, distance, usual = self._leave([norms[name] for _, norms in self.steps])
+            if steps_outside:
+                found.append((-steps_outside, -distance, order, name, usual))
+        if not found:
+            return ""
+        start, _, _, name, usual = min(found)  # counted from the end
+        step, norms = self.steps[start]
+        kind, _, layer = name.removeprefix("rms_").removeprefix("norm_").partition("_")
+        what = {"output": "root mean square of the output", "grad": "norm of the gradient"}[kind]
+        return f"the {what} of {layer} left its range first, in step {step}: {norms[name]:.4g}, usually {usual:.4g}"
+
+    def _leave(self, values: list[float]) -> tuple[int, float, float]:
+        """Number of the last ``values`` that are outside of the range before; by how many standard deviations the first
+        of them is; and the mean of that range."""
+        usual: list[float] = []
+        outside: list[float] = []
+        distance = 0.0
+        for value in values:
+            own = _deviations(usual, value) if len(usual) >= self.FEWEST or not math.isfinite(value) else 0.0
+            if own <= self.DEVIATIONS:
+                usual.append(value)
+                outside = []
+                continue
+            distance = distance if outside else own
+            outside.append(value)
+            if len(outside) > self.MAX_OUTSIDE:
+                usual, outside = [value for value in outside if math.isfinite(value)], []
+        return len(outside), distance, statistics.fmean(usual) if usual else math.nan
+
+
+def _deviations(usual: list[float], value: float) -> float:
+    """By how many standard deviations ``value`` is above the mean of ``usual``; infinite if it is not finite."""
+    if not math.isfinite(value):
+        return math.inf
+    mean, deviation = statistics.fmean(usual), statistics.pstdev(usual)
+    return (value - mean) / max(deviation, 1e-3 * mean, 1e-30)
+
+
+def _sum_of_squares(tensor: Tensor) -> Tensor:
+    """A float64 scalar: within a row in float32, over rows in float64, as ``clip_grad_norm`` does."""
+    rows = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) if tensor.ndim > 1 else tensor.abs()
+    return rows.double().square().sum()
 
 
 def _sharded(tensor: Tensor | nn.Parameter) -> DTensor:
