@@ -53,7 +53,9 @@ LISTED = {
         OWN_MODEL
     ),
     "python -m torchtrain.compare outputs/one outputs/two --import parallel_block": OWN_MODEL,
-    "./run_llama_train.sh --job.config_file train_configs/debug_stages.toml": "takes minutes; tests/test_stages.py",
+    "./run_llama_train.sh --job.config_file train_configs/debug_stages.toml --job.dump_folder outputs/debug_stages": (
+        "takes minutes; tests/test_stages.py"
+    ),
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",
     "pip install -e .": "needs a package index; run by .ci/run",
