@@ -56,6 +56,7 @@ LISTED = {
     "./run_llama_train.sh --job.config_file train_configs/debug_stages.toml --job.dump_folder outputs/debug_stages": (
         "takes minutes; tests/test_stages.py"
     ),
+    "python scripts/plot.py outputs/debug_stages -o stages.png": "needs the run of the line above",
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",
     "pip install -e .": "needs a package index; run by .ci/run",
