@@ -142,7 +142,7 @@ def triton_version_problem() -> str:
     try:
         found = version("triton")
     except PackageNotFoundError:
-        return "needs triton: pip install -e '.[lowering]' -c constraints.txt, on Linux and x86-64"
+        return "needs triton: pip install -e '.[dev]' -c constraints.txt, on Linux and x86-64"
     return "" if minor(found) == wanted else f"triton {found} is not the version of torch {torch}"
 
 
