@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 SRUN = """#!/bin/bash
 set -- $(head -n 1 "$STEPS"); sed -i 1d "$STEPS"  # the exit code, and the step of a checkpoint to save first
 echo "$SLURM_JOB_END_TIME" >"$STEPS.end"
-[ -z "$2" ] || mkdir -p "$FOLDER/checkpoint/step-$2"
+[ -z "$2" ] || mkdir -p "$CHECKPOINTS/step-$2"
 exit "$1"
 """
 SCONTROL = """#!/bin/bash
@@ -27,7 +27,10 @@ case $1 in
 esac
 """
 PYTHON = f"""#!/bin/bash
-[ "$1" != -c ] || {{ echo "$FOLDER"; exit; }}
+case "$1 $2" in
+  *checkpoint_storage*) ;;
+  "-c "*) echo "$FOLDER"; echo "${{LOCATION:-$CHECKPOINTS}}"; exit ;;
+esac
 exec {sys.executable} "$@"
 """
 
@@ -52,6 +55,7 @@ class Job:
             "STEPS": str(self.steps),
             "REQUEUED": str(self.requeued),
             "FOLDER": str(self.run),
+            "CHECKPOINTS": str(self.run / "checkpoint"),
             "SLURM_JOB_ID": "7",
             "JOB": "",
             "SLURM_JOB_NUM_NODES": "1",
@@ -118,6 +122,18 @@ def test_checkpoint_folder_may_be_a_symbolic_link(job: Job, tmp_path: Path) -> N
     job.run.mkdir()
     (job.run / "checkpoint").symlink_to(tmp_path / "large disk")
     assert job.run_step("1 20") == (0, True)
+    assert job.run_step("1") == (1, False)
+
+
+def test_progress_is_found_where_the_checkpoints_are(job: Job, tmp_path: Path) -> None:
+    job.environment["CHECKPOINTS"] = str(tmp_path / "elsewhere")
+    assert job.run_step("1 20") == (0, True)
+    assert job.run_step("1") == (1, False)
+    # A URL is listed by its storage; the options of the job name it.
+    (tmp_path / "run.toml").write_text(f'[checkpoint]\nfolder = "file://{tmp_path}/elsewhere"\n')
+    job.environment |= {"LOCATION": f"file://{tmp_path}/elsewhere", "CONFIG_FILE": str(tmp_path / "run.toml")}
+    assert job.run_step("1 40") == (0, True)
+    assert "from checkpoint step 20" in job.output
     assert job.run_step("1") == (1, False)
 
 
