@@ -206,7 +206,7 @@ def test_kill_at_any_request_leaves_a_valid_checkpoint(
                 assert_no_left_overs(f"{count}-{at}")
 
 
-@pytest.mark.parametrize("number", range(30))
+@pytest.mark.parametrize("number", range(50))
 def test_of_two_simultaneous_starts_one_wins(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another start acquires the lease before a request of this one: the newest holds it, or exactly one of the two."""
     wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
@@ -599,3 +599,21 @@ def test_interrupted_restore_of_metrics_is_repeated(tmp_path: Path, monkeypatch:
     assert not (target / METRICS).exists()
     restore_outputs(checkpoint, target)
     assert {file.name for file in target.rglob("*") if file.is_file()} >= {METRICS, "events"}
+
+
+@pytest.mark.parametrize("name", [".metadata", "config.toml", "manifest.json"])
+def test_bit_that_flips_on_the_way_is_not_damage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_for_saves(Run(storage()).train(1, 4))
+    read = ObjectStore.read
+    flipped = []
+
+    def flip(store: ObjectStore, path: str) -> bytes:
+        content = read(store, path)
+        if path.startswith("step-4.") and path.endswith(name) and not flipped:
+            flipped.append(path)
+            return content[:-20] + bytes([content[-20] ^ 1]) + content[-19:]
+        return content
+
+    monkeypatch.setattr(ObjectStore, "read", flip)
+    assert resume(0).manager.start.step == 4
+    assert flipped

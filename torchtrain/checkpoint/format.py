@@ -135,7 +135,14 @@ def read_manifest(checkpoint: StoredCheckpoint) -> Manifest:
         StorageError: it cannot be read.
     """
     path = checkpoint.path_of(MANIFEST)
-    text = from_storage(path, partial(checkpoint.read, MANIFEST))
+    read = partial(from_storage, path, partial(checkpoint.read, MANIFEST))
+    try:
+        return _parsed_manifest(path, read())
+    except DamagedError:
+        return _parsed_manifest(path, read())  # what has changed on the way is no damage
+
+
+def _parsed_manifest(path: str, text: bytes) -> Manifest:
     try:
         content = json.loads(text.decode())
         del content["xxh3_128"]
@@ -214,10 +221,11 @@ def read_verified(checkpoint: StoredCheckpoint, name: str) -> bytes:
     if not records:
         raise DamagedError(f"{path} cannot be read: the manifest does not name it")
     verify_sizes(checkpoint, records)
-    content = from_storage(path, partial(checkpoint.read, name))
-    if xxhash.xxh3_128_hexdigest(content) != records[0].xxh3_128:
-        raise changed(path)
-    return content
+    for _ in range(2):  # what has changed on the way is no damage
+        content = from_storage(path, partial(checkpoint.read, name))
+        if xxhash.xxh3_128_hexdigest(content) == records[0].xxh3_128:
+            return content
+    raise changed(path)
 
 
 def changed(path: str) -> DamagedError:

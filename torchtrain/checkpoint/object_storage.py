@@ -220,10 +220,13 @@ class ObjectFile(io.RawIOBase):
         self.store, self.name = store, name
         self.position = 0
         self._block, self._block_start = b"", 0
+        self._known_size_bytes: int | None = None
 
-    @cached_property
     def _size_bytes(self) -> int:
-        return self.store.size_bytes(self.name)
+        # Not a cached_property, which lets only one thread at a time ask for any size, up to Python 3.11.
+        if self._known_size_bytes is None:
+            self._known_size_bytes = self.store.size_bytes(self.name)
+        return self._known_size_bytes
 
     def readable(self) -> bool:
         return True
@@ -236,7 +239,7 @@ class ObjectFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         if whence != io.SEEK_SET:
-            offset += self.position if whence == io.SEEK_CUR else self._size_bytes
+            offset += self.position if whence == io.SEEK_CUR else self._size_bytes()
         self.position = offset
         return offset
 
@@ -261,7 +264,7 @@ class ObjectFile(io.RawIOBase):
     def _range(self, start: int, end: int) -> bytes:
         """The bytes from ``start`` to ``end``, or to the object's end; OSError, to be retried, if not all arrive."""
         content = self.store.read_range(self.name, start, end)
-        if len(content) != end - start and len(content) != self._size_bytes - start:
+        if len(content) != end - start and len(content) != self._size_bytes() - start:
             raise OSError(
                 errno.EIO, f"{len(content)} of {end - start} bytes have arrived", self.store.url_of(self.name)
             )
