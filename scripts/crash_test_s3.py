@@ -189,7 +189,7 @@ def outage_at_the_start(trial: Trial) -> None:
 
 def two_starts(trial: Trial) -> None:
     run = trial.start_and_save()
-    trial.number += trial.number % 2  # keeps the disks
+    trial.number += (trial.number + 1) % 2  # keeps the disks
     other = trial.start()
     trial.expect(run, 2, "now saves to")
     trial.wait_for_save(other)
