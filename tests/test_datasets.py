@@ -1,6 +1,9 @@
 import gzip
 import itertools
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -11,6 +14,8 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, w
 
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.errors import DataError
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -219,3 +224,26 @@ def test_docstrings_of_the_standard_library_are_a_source() -> None:
     assert not any("import " in text and "self." in text and "\n    return " in text for text in texts[:20])
     assert source.text_bytes == sum(len(text.encode()) for text in texts)
     assert source.identity() == opened_text(DataConfig(type="standard_library_docs"), 1).identity()
+
+
+WITHOUT_LIBRARIES_OF_FILE_FORMATS = """
+import sys
+
+sys.modules.update(dict.fromkeys(["datasets", "pyarrow", "pandas", "zstandard"]))  # importing them raises ImportError
+from torchtrain import prepare, train
+
+folder = sys.argv[1]
+options = ["--training.steps=2", "--training.seq_len=32", "--training.local_batch_size=1", "--model.shape.n_layers=1"]
+options += ["--job.config_file=train_configs/debug_model.toml", "--checkpoint.no-enable"]
+assert train.main([*options, f"--job.dump_folder={folder}/standard_library"]) == 0
+prepared = f"{folder}/prepared"
+assert prepare.main([f"--data.path={folder}/text.txt", f"--prepare.output={prepared}", "--prepare.processes=1"]) == 0
+assert train.main([*options, f"--data.path={prepared}", f"--job.dump_folder={folder}/tokenized"]) == 0
+"""
+
+
+def test_standard_library_and_tokenized_data_need_neither_datasets_nor_pyarrow(tmp_path):
+    (tmp_path / "text.txt").write_text(" ".join(map(str, range(2000))))
+    command = [sys.executable, "-c", WITHOUT_LIBRARIES_OF_FILE_FORMATS, str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

@@ -12,6 +12,7 @@ for name in (
     "torch.utils.tensorboard",
     "torchtrain.fault_tolerance.watchdog",
     "torchtrain.comparison.implementations",
+    "torchtrain.datasets.hub",  # and the libraries that are imported only when data need them
     "torchtrain.inference.generation",
     "torchtrain.launch",
     "torchtrain.metrics",

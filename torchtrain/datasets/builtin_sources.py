@@ -10,7 +10,6 @@ from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.file_formats import kind_of
-from torchtrain.datasets.hub import download, find_revision, list_files, open_downloaded, open_streamed
 from torchtrain.datasets.local_files import open_files, open_standard_library, open_standard_library_docs
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.remote_files import (
@@ -65,7 +64,9 @@ def with_revisions(config: Several, saved: SourcesConfig | None, key: str) -> Se
         for old in saved.all if saved else ():
             if old.revision and (old.name, old.subset, old.split) == (source.name, source.subset, source.split):
                 return replace(source, revision=old.revision)
-        return replace(source, revision=find_revision(source, label_of(source, key)))
+        from torchtrain.datasets import hub  # here and below: imports the libraries of the hub
+
+        return replace(source, revision=hub.find_revision(source, label_of(source, key)))
 
     sources = tuple(pin(source, f"{key}.sources[{number}]") for number, source in enumerate(config.sources))
     return replace(pin(config, key), sources=sources)
@@ -123,15 +124,21 @@ class HubDataset:
 
     @staticmethod
     def ask_once(config: SourceConfig, context: SourceContext) -> Any:
+        from torchtrain.datasets import hub
+
         label = label_of(config, context.section)
-        return download(config, label, context.verify_bytes) if config.download else list_files(config, label)
+        if config.download:
+            return hub.download(config, label, context.verify_bytes)
+        return hub.list_files(config, label)
 
     @staticmethod
     def open(config: SourceConfig, context: SourceContext, answer: Any) -> DataSource:
+        from torchtrain.datasets import hub
+
         label = label_of(config, context.section)
         if config.download:
-            return open_downloaded(config, label, answer, context.verify_bytes)
-        return open_streamed(config, context.readers, label, answer, context.verify_bytes)
+            return hub.open_downloaded(config, label, answer, context.verify_bytes)
+        return hub.open_streamed(config, context.readers, label, answer, context.verify_bytes)
 
 
 class StandardLibrary:

@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import datasets
-
 from torchtrain.files import MISSING, atomic_write, hash_of, read_file, with_retries
 
 
@@ -54,6 +52,8 @@ class Record:
 
 def copies_folder() -> Path:
     """The folder of the cache."""
+    import datasets  # takes a second
+
     return Path(datasets.config.HF_DATASETS_CACHE) / "torchtrain"
 
 

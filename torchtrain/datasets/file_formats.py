@@ -1,6 +1,7 @@
 """Read the documents of one file: JSON lines, JSON, CSV, plain text, Parquet and Arrow.
 
 A row without text yields None. A blank or malformed line yields "", so that document numbers equal row numbers.
+The libraries of a format are imported when a file of that format is read: other data do not need them.
 """
 
 import codecs
@@ -11,10 +12,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
-
-import pyarrow
-import pyarrow.parquet
-import zstandard
 
 from torchtrain.errors import DataError
 
@@ -154,6 +151,8 @@ def require_text(column: str, schema: Any) -> None:
 
     Binary columns are accepted: some writers of Parquet do not mark text as UTF-8.
     """
+    import pyarrow
+
     require_column(column, schema.names)
     dtype, types = schema.field(column).type, pyarrow.types
     dtype = dtype.value_type if types.is_dictionary(dtype) else dtype
@@ -191,6 +190,8 @@ def _decompressed(raw: BinaryIO, compression: str) -> Iterator[bytes]:
         file: Any = gzip.GzipFile(fileobj=raw, mode="rb") if compression == "gz" else raw
         yield from iter(lambda: file.read(_BLOCK_BYTES), b"")
         return
+    import zstandard
+
     frame = None
     for block in iter(lambda: raw.read(_BLOCK_BYTES), b""):
         while block:
@@ -375,6 +376,8 @@ def _parquet(raw: BinaryIO, column: str, start: int, within: range | None = None
 
     ``within``: read only row groups whose first byte is in this range.
     """
+    import pyarrow.parquet
+
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_text(column, parquet.schema_arrow)
     first = 0  # row of the batch
@@ -399,6 +402,8 @@ def _first_byte(row_group: Any) -> int:
 
 def _arrow(raw: BinaryIO, column: str) -> Iterator[str | None]:
     """Documents of both Arrow formats: streams, which the library ``datasets`` writes, and files."""
+    import pyarrow
+
     if raw.read(6) == b"ARROW1":
         reader = pyarrow.ipc.open_file(raw)
         batches: Iterable[Any] = map(reader.get_batch, range(reader.num_record_batches))

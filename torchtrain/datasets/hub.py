@@ -38,7 +38,7 @@ from torchtrain.datasets.file_formats import (
 )
 from torchtrain.datasets.local_files import identity_and_key, identity_of
 from torchtrain.datasets.remote_files import HEAD_ROWS, RangeFile
-from torchtrain.datasets.text_sources import LocalText, StreamedText
+from torchtrain.datasets.text_sources import DatasetText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS, hash_of, with_retries
 from torchtrain.logging import logger
@@ -98,7 +98,7 @@ def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -
     return with_network_retries(attempt, label)
 
 
-def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_bytes: float = math.inf) -> LocalText:
+def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_bytes: float = math.inf) -> DatasetText:
     """Open the dataset that ``download`` returned on another rank; download it if this rank has another cache."""
     column = source.text_column
     try:
@@ -124,7 +124,7 @@ def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_byt
         return records[0].source  # of the files at the time of their conversion
 
     texts = dataset.select_columns([column]).rename_columns({column: "text"})
-    return LocalText(texts.with_transform(_decode_rows), label, identity, texts.data.nbytes)
+    return DatasetText(texts.with_transform(_decode_rows), label, identity, texts.data.nbytes)
 
 
 def _copies(dataset: datasets.Dataset) -> list[Path]:

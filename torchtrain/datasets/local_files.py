@@ -7,14 +7,13 @@ import math
 import os
 import sysconfig
 import warnings
+from array import array
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import datasets
-import pyarrow
 import xxhash
 
 from torchtrain.datasets.conversion_cache import Record, copies_folder
@@ -33,7 +32,7 @@ from torchtrain.datasets.file_formats import (
     require_utf8,
 )
 from torchtrain.datasets.find_files import find_files
-from torchtrain.datasets.text_sources import LocalText, read_with_retries
+from torchtrain.datasets.text_sources import DatasetText, LocalText, read_with_retries
 from torchtrain.errors import DataError
 from torchtrain.files import (
     BLOCK_BYTES,
@@ -102,7 +101,7 @@ def open_standard_library_docs() -> LocalText:
     texts = _standard_library_docstrings()
     digest = xxhash.xxh3_128_hexdigest("\0".join(texts).encode())[:16]
     return LocalText(
-        datasets.Dataset.from_dict({"text": texts}),
+        texts,
         "the docstrings of the Python standard library",
         lambda whole=False: f"{len(texts)} documents, hash {digest}",  # noqa: ARG005
         sum(len(text.encode()) for text in texts),
@@ -137,6 +136,9 @@ def standard_library_files() -> list[Path]:
 
 def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: float, skip_not_utf8: bool) -> LocalText:
     """The documents of ``files``, converted by the first process that needs them into the cache of ``datasets``."""
+    import datasets  # here and below: takes a second, and plain text does not need it
+    import pyarrow
+
     stats = _stats(files)
     source, key = identity_and_key(files, verify_bytes, _CONVERSION, column, skip_not_utf8)
     path = copies_folder() / f"{key}.arrow"
@@ -174,7 +176,7 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
     def identity(whole: bool = False) -> str:
         return identity_of(files, whole=True) if whole else source  # of the files at the time of their conversion
 
-    return LocalText(dataset, label, identity, record.text_bytes)
+    return DatasetText(dataset, label, identity, record.text_bytes)
 
 
 def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
@@ -194,6 +196,8 @@ def _convert(
     Raises:
         DataError: ``stats`` of the files have changed.
     """
+    import pyarrow
+
     schema = pyarrow.schema({"text": pyarrow.large_string()})
     first_malformed = ""
     not_utf8: list[str] = []
@@ -354,24 +358,34 @@ def log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None:
 
 def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
     """The documents of plain text ``files``, which are read on demand."""
-    rows: dict[str, list[Any]] = {"path": [], "start": [], "stop": []}
-    for file in files:
-        size = file.stat().st_size
-        step = size if size <= LARGEST_TEXT_FILE_BYTES else PIECE_BYTES
-        for start in range(0, size, max(step, 1)):
-            rows["path"].append(os.fsencode(file))
-            rows["start"].append(start)
-            rows["stop"].append(min(start + step, size))
-    if not rows["path"]:
+    pieces = _Pieces(files)
+    if not pieces:
         raise DataError(f"{label} has no documents")
-    dataset = datasets.Dataset.from_dict(rows).with_transform(_read_pieces)
-    text_bytes = sum(rows["stop"]) - sum(rows["start"])
-    return LocalText(dataset, label, partial(identity_of, files, verify_bytes), text_bytes)
+    return LocalText(pieces, label, partial(identity_of, files, verify_bytes), pieces.total_bytes)
 
 
-def _read_pieces(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
-    pieces = zip(rows["path"], rows["start"], rows["stop"], strict=True)
-    return {"text": [_read_piece(Path(os.fsdecode(path)), start, stop) for path, start, stop in pieces]}
+class _Pieces:
+    """Documents of plain text files: a file, or a piece of a large one, each read when it is asked for."""
+
+    def __init__(self, files: Sequence[Path]):
+        self._paths = [os.fsencode(file) for file in files]
+        numbers, starts, stops = array("q"), array("q"), array("q")
+        for number, file in enumerate(files):
+            size = file.stat().st_size
+            step = size if size <= LARGEST_TEXT_FILE_BYTES else PIECE_BYTES
+            for start in range(0, size, max(step, 1)):
+                numbers.append(number)
+                starts.append(start)
+                stops.append(min(start + step, size))
+        self._files, self._starts, self._stops = numbers, starts, stops
+        self.total_bytes = sum(stops) - sum(starts)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __getitem__(self, number: int, /) -> str | None:
+        path = Path(os.fsdecode(self._paths[self._files[number]]))
+        return _read_piece(path, self._starts[number], self._stops[number])
 
 
 def _read_piece(path: Path, start: int, stop: int) -> str | None:

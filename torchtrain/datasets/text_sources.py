@@ -5,15 +5,16 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
-
-import datasets
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, ignore
 from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING, with_retries
 from torchtrain.logging import logger
+
+if TYPE_CHECKING:  # takes a second to import, and text files that are read in place do not need it
+    import datasets
 
 T = TypeVar("T")
 Documents = Callable[[int, OnMalformed], Iterator[str | None]]
@@ -30,18 +31,27 @@ def read_with_retries(read: Callable[[], T], path: Path) -> T:
         raise DataError(f"{path} was there when the run began, and is missing now: restore it") from error
 
 
+class Texts(Protocol):
+    """Documents by their number; None is a document that is not text."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> str | None: ...
+
+
 class LocalText(DocumentSource):
-    """The documents in the column "text" of a dataset.
+    """Documents on a local disk or in memory.
 
     Args:
+        texts: the documents.
         identity: returns the identity of the documents. Of local files above data.verify_gib it hashes only parts,
             unless ``whole=True``.
         text_bytes: total size of all documents in UTF-8.
     """
 
-    def __init__(self, dataset: datasets.Dataset, name: str, identity: Callable[..., str], text_bytes: int):
-        super().__init__(len(dataset), name)
-        self._dataset = dataset
+    def __init__(self, texts: Texts, name: str, identity: Callable[..., str], text_bytes: int):
+        super().__init__(len(texts), name)
+        self._texts = texts
         self._identity = identity
         self.text_bytes = text_bytes
 
@@ -52,8 +62,29 @@ class LocalText(DocumentSource):
         return self._identity(whole=True)
 
     def document(self, number: int) -> str | None:
-        text: str | None = self._dataset[number]["text"]
+        return self._texts[number]
+
+
+class TextColumn:
+    """The column "text" of a dataset."""
+
+    def __init__(self, dataset: "datasets.Dataset"):
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int, /) -> str | None:
+        text: str | None = self.dataset[number]["text"]
         return text
+
+
+class DatasetText(LocalText):
+    """The documents in the column "text" of a dataset."""
+
+    def __init__(self, dataset: "datasets.Dataset", name: str, identity: Callable[..., str], text_bytes: int):
+        super().__init__(TextColumn(dataset), name, identity, text_bytes)
+        self._dataset = dataset
 
     def read_all(self, numbers: range) -> Iterator[str | None]:
         for rows in self._dataset.select(numbers).iter(256):
