@@ -64,7 +64,6 @@ LISTED = {
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[eval]'": "needs a package index; run by .ci/run",
     "pip install -e '.[dev]' -c constraints.txt": "needs a package index; run by .ci/run",
-    "pip install -e '.[dev,lowering]' -c constraints.txt": "needs a package index",
     "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",
     "{ head -1 constraints.txt; pip freeze --exclude-editable | sed 's/+cpu$//'; } > new.txt && mv new.txt "
     "constraints.txt": "follows the line above",
