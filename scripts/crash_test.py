@@ -325,7 +325,7 @@ def late_commit(trial: Trial) -> None:
 
 
 def end_the_older(trial: Trial, older: Run, newer: Run) -> None:
-    """Let what hangs go on: of two starts the older one ends, and changes nothing of the newer one."""
+    """Let the hanging operations continue: of two starts the older one ends, and changes nothing of the newer one."""
     assert trial.disk is not None
     trial.disk.heal()
     expect(older, REJECTED)

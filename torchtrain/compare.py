@@ -23,7 +23,7 @@ from torchtrain.files import require_picture, writing
 @dataclass(frozen=True)
 class Options:
     run_a: Annotated[str, tyro.conf.Positional]
-    """A run's folder, or the URL of its checkpoints. The run may still go on."""
+    """A run's folder, or the URL of its checkpoints. The run may still be in progress."""
     run_b: Annotated[str, tyro.conf.Positional] = ""
     """Another one."""
     against: LocalPath = ""

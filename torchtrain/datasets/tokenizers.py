@@ -79,7 +79,7 @@ class Tokenizer(ABC):
 
 
 def tokenizer_file(path: str = "") -> Path:
-    """Where the tokenizer of ``model.tokenizer_path`` lies; ``""`` is the small one in the package.
+    """The file of the tokenizer ``model.tokenizer_path``; ``""`` is the small one in the package.
 
     In a folder that is ``tokenizer.json`` before ``tokenizer.model``, as with transformers.
     """
