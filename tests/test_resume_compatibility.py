@@ -23,7 +23,8 @@ FROZEN = {  # every option, by kind and section
         "data": "revision prefetch verify_gib",
         "validation": (
             "path name subset split revision download text_column skip_not_utf8 weight type options sources "
-            "enable interval interval_tokens steps weights prompts prompt_max_new_tokens prompt_temperature"
+            "enable interval interval_tokens steps weights prompts prompt_max_new_tokens prompt_temperature "
+            "tasks tasks_path tasks_limit"
         ),
         "prepare": "output processes verify",
         "checkpoint": (

@@ -1,9 +1,10 @@
-"""Samples of a model under training: those of plain generation on every layout, and a run that they do not change."""
+"""Logits and samples of a model under training: those of the model itself on every layout, in an unchanged run."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.errors import ConfigError
 from torchtrain.inference.generation import Sampling, generate
 from torchtrain.inference.samples import Samples, encode_prompts
+from torchtrain.inference.training_logits import TrainingLogits, right_padded
 from torchtrain.models.llama import Transformer
 
 PROMPTS = ("a", "bcd", "ef")
@@ -100,6 +102,55 @@ def test_samples_are_the_same_on_layouts(gloo: GlooPool, references: dict[float,
     assert gloo.run(ranks, sampled, parallelism, 1.0) == [references[1.0]] * ranks
 
 
+ROWS = [[5, 9, 3, 50, 17, 8, 1, 2, 3, 4, 5], [7, 8, 9], [99, 4, 4, 12, 1]]
+
+
+def scored_positions(parallelism: dict[str, Any]) -> list[tuple[float, int]]:
+    """Log-likelihoods and most likely tokens at some positions of rows of different lengths, by data-parallel rank."""
+    config = config_of(parallelism=parallelism, training={"local_batch_size": len(ROWS)})
+    model = build(config)
+    logits = TrainingLogits(model, config)
+    model.loss.max_logits_bytes = 0
+    own = logits.share(len(ROWS))
+    tokens = right_padded([ROWS[i] for i in own], logits.batch_shape(len(own), 11), model.device)
+    places = torch.tensor([(row, position) for row, i in enumerate(own) for position in range(2, len(ROWS[i]))])
+
+    def likeliest(logits: torch.Tensor, part: slice) -> torch.Tensor:
+        found = logits.log_softmax(dim=-1).max(dim=-1)
+        assert len(found.values) == len(places[part])
+        return torch.stack((found.values.double(), found.indices.double()), dim=1)
+
+    with patch("torchtrain.inference.training_logits.MIN_CHUNK_TOKENS", 4):  # several chunks
+        scores = logits(tokens, *places.unbind(dim=1), likeliest, numbers=2)
+    sums = torch.zeros(len(own), 2, dtype=torch.float64).index_add_(0, places[:, 0], scores)
+    return [(likelihood, round(ids)) for likelihood, ids in logits.gather(sums, len(ROWS)).tolist()]
+
+
+def scored_by_the_model() -> list[tuple[float, int]]:
+    model = Transformer(TINY)
+    model.load_state_dict(full_weights(build(config_of()).model_parts))
+    results = []
+    for row in ROWS:
+        found = model(torch.tensor([row]))[0, 2:].log_softmax(dim=-1).max(dim=-1)
+        results.append((found.values.sum().item(), int(found.indices.sum())))
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected(gloo: GlooPool) -> list[tuple[float, int]]:
+    return gloo.run(1, scored_by_the_model)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
+def test_logits_are_those_of_the_model_on_layouts(
+    gloo: GlooPool, expected: list[tuple[float, int]], layout: str
+) -> None:
+    ranks, parallelism = LAYOUTS.get(layout, (1, {}))
+    for found in gloo.run(ranks, scored_positions, parallelism):
+        assert [likelihood for likelihood, _ in found] == pytest.approx([own for own, _ in expected], rel=1e-5)
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+
+
 def run_and_read(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str]:
     """Train two ranks with a validation after step 2 and 4; returns the lines of metrics.jsonl and the log."""
     write_jsonl(folder.parent / "held_out.jsonl", DOCUMENTS[:2])
@@ -138,7 +189,7 @@ def test_run_reports_samples_and_is_not_changed_by_them(tmp_path: Path) -> None:
 
 
 def test_prompts_that_cannot_be_continued_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"validation.prompts are continued .* set validation.enable = true"):
+    with pytest.raises(ConfigError, match=r"validation.prompts and .* set validation.enable = true"):
         ValidationConfig(prompts=("a",))
     config = config_with_prompts({}, 1.0)
     long = replace(config, validation=replace(config.validation, prompts=("abc", "a" * 9)))

@@ -10,8 +10,7 @@ import argparse
 import logging
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Collection, Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtrain.cli import command, is_first_rank, run_and_exit
+from torchtrain.cli import command, run_and_exit
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import require_local
+from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.files import require_folder
@@ -32,13 +32,10 @@ from torchtrain.inference.trained_model import load_model
 
 try:
     from lm_eval.__main__ import cli_evaluate
-    from lm_eval.api.instance import Instance
-    from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
     from lm_eval.loggers import EvaluationTracker
-    from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    from tqdm import tqdm
+
+    from torchtrain.inference.harness import HarnessBase, StoppedTexts
 except ImportError as error:
     sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
     sys.exit(ConfigError.exit_code)
@@ -97,11 +94,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 @register_model("torchtrain")
-class HarnessModel(TemplateLM):  # type: ignore[misc]
-    """A checkpoint as a model of the harness. Texts are tokenized as by its Hugging Face model.
+class HarnessModel(HarnessBase):
+    """A checkpoint as a model of the harness.
 
-    The model is sharded over the ranks of torchrun, while every rank processes all requests. Therefore each is rank 0
-    of 1 to the harness, which finds by LOCAL_RANK the rank that writes the results.
+    The model is sharded over the ranks of torchrun, while every rank processes all requests. The harness finds by
+    LOCAL_RANK the rank that writes the results.
     """
 
     def __init__(
@@ -141,130 +138,48 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return int(self.trained.model.config.max_seq_len)
 
     @property
-    def eot_token_id(self) -> int | None:
-        return self.trained.tokenizer.eos_id
+    def text_tokenizer(self) -> Tokenizer:
+        return self.trained.tokenizer
 
     @property
-    def prefix_token_id(self) -> int:
-        """First token of a text without context: bos, or eos if there is none."""
-        for token in (self.trained.tokenizer.bos_id, self.eot_token_id):
-            if token is not None:
-                return token
-        raise ConfigError(
-            "the task has texts without a context, and the tokenizer has neither a BOS nor an EOS token to begin them "
-            "with: take a task with contexts, or set another tokenizer by tokenizer_path in --model_args"
-        )
+    def eos_ids(self) -> Collection[int]:
+        return self.trained.eos_ids
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        tokenizer = self.trained.tokenizer
-        if add_special_tokens is False:
-            return tokenizer.encode(string)
-        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        if add_special_tokens is None and begin is not None:
-            spelled = tokenizer.decode([begin])
-            if spelled and string.startswith(spelled):  # as in the harness's own model, no second one is added
-                return [begin, *tokenizer.encode(string.removeprefix(spelled))]
-        return self.trained.encode_prompt(string)
-
-    def _batches(self, requests: Collator, disable: bool) -> Iterable[Any]:
-        total = -(-len(requests) // self.batch_size)
-        # None shows a progress bar only on a terminal; in a file it would be one long line.
-        quiet = disable or not is_first_rank() or None
-        return tqdm(requests.get_batched(n=self.batch_size), total=total, disable=quiet)  # type: ignore[no-any-return]
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.trained.encode_prompt(text)
 
     @torch.inference_mode()
-    def _loglikelihood_tokens(
-        self,
-        requests: list[tuple[tuple[str, str] | None, list[int], list[int]]],
-        disable_tqdm: bool = False,
-        **_: Any,
-    ) -> list[tuple[float, bool]]:
-        if (longest := max((len(continuation) for _, _, continuation in requests), default=0)) > self.max_length:
-            raise ConfigError(
-                f"the task scores answers of {longest} tokens, and the context of the model has "
-                f"{self.max_length}: take a task with shorter answers, or train with a longer training.seq_len"
-            )
-        # Longest first, so that a lack of memory is found immediately, and the rows of a batch have similar lengths.
-        collator = Collator(requests, sort_fn=lambda request: -len(request[1]) - len(request[2]))
-        results: list[tuple[float, bool]] = []
-        for batch in self._batches(collator, disable_tqdm):
-            rows = [torch.tensor((context + wanted)[-self.max_length - 1 :]) for _, context, wanted in batch]
-            # No token attends to the padding on the right.
-            tokens = pad_sequence([row[:-1] for row in rows], batch_first=True)
-            logits = self.trained.model(tokens.to(self.trained.device))
-            if isinstance(logits, DTensor):
-                logits = logits.full_tensor()
-            for (texts, _, continuation), row, row_logits in zip(batch, rows, logits, strict=True):
-                begin, end = len(row) - 1 - len(continuation), len(row) - 1
-                scores = row_logits[begin:end].float().log_softmax(dim=-1)
-                wanted = row[begin + 1 :].to(scores.device)
-                likelihood = scores.gather(1, wanted[:, None]).sum().item()
-                results.append((likelihood, bool((scores.argmax(dim=-1) == wanted).all())))
-                if texts is not None:
-                    self.cache_hook.add_partial("loglikelihood", texts, results[-1])
-        return collator.get_original(results)  # type: ignore[no-any-return]
+    def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
+        # No token attends to the padding on the right.
+        tokens = pad_sequence([torch.tensor(row[:-1]) for row in rows], batch_first=True)
+        logits = self.trained.model(tokens.to(self.trained.device))
+        if isinstance(logits, DTensor):
+            logits = logits.full_tensor()
+        results = []
+        for row, count, row_logits in zip(rows, counts, logits, strict=True):
+            end = len(row) - 1
+            scores = row_logits[end - count : end].float().log_softmax(dim=-1)
+            wanted = torch.tensor(row[len(row) - count :], device=scores.device)
+            likelihood = scores.gather(1, wanted[:, None]).sum().item()
+            results.append((likelihood, bool((scores.argmax(dim=-1) == wanted).all())))
+        return results
 
-    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        windows_of = []
-        for request in requests:
-            tokens, begin = self.tok_encode(request.args[0]), self.prefix_token_id
-            windows = get_rolling_token_windows(tokens, begin, max_seq_len=self.max_length, context_len=1)
-            windows_of.append([(None, *make_disjoint_window(window)) for window in windows])
-        results = iter(self._loglikelihood_tokens([*chain(*windows_of)], disable_tqdm=disable_tqdm))
-        return [sum(next(results)[0] for _ in windows) for windows in windows_of]
-
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        collator = Collator(
-            [request.args for request in requests],
-            sort_fn=lambda arguments: (-len(self.tok_encode(arguments[0])), arguments[0]),
-            group_by="gen_kwargs",
-            group_fn=lambda arguments: arguments[1],
-        )
-        texts: list[str] = []
-        for batch in self._batches(collator, disable_tqdm):
-            options = normalize_gen_kwargs(batch[0][1])
-            found = self._complete([context for context, _ in batch], options, len(texts))
-            for (context, arguments), text in zip(batch, found, strict=True):
-                self.cache_hook.add_partial("generate_until", (context, arguments), text)
-            texts += found
-        return collator.get_original(texts)  # type: ignore[no-any-return]
-
-    def _complete(self, contexts: list[str], options: dict[str, Any], first: int) -> list[str]:
-        tokenizer = self.trained.tokenizer
-        stops = handle_stop_sequences(options.get("until"), eos=None)
-        most = min(options["max_gen_toks"], self.max_length - 1)
-        encoded = (self.tok_encode(context) or [self.prefix_token_id] for context in contexts)
-        prompts = [tokens[-(self.max_length - most) :] for tokens in encoded]
-        sampling = Sampling(
-            options.get("temperature", 0.0),
-            max(options.get("top_k") or 0, 0),  # some tasks say -1 or null for all
-            options.get("top_p") or 1.0,
-            torch.initial_seed(),  # the harness's --seed
-        )
-        made: list[list[int]] = [[] for _ in contexts]
-        texts = [""] * len(contexts)
-        eos_ids = set(self.trained.eos_ids)
-        if tokenizer.eos_id is not None:  # the harness adds it to those of the model
-            eos_ids.add(tokenizer.eos_id)
-        # A task may request several answers to one context: their indices seed different random numbers in any batch.
+    def _generate(
+        self, prompts: Sequence[list[int]], sampling: Sampling, most: int, first: int, texts: StoppedTexts
+    ) -> None:
         steps = generate(
             self.trained.model,
             prompts,
             sampling,
             max_new_tokens=most,
-            eos_ids=eos_ids,
+            eos_ids=texts.eos_ids,
             first_prompt=first,
         )
         for step in steps:
-            for i, token in enumerate(step):
-                if token is not None and token not in tokenizer.special_ids:
-                    made[i].append(token)
-                    texts[i] = tokenizer.decode(made[i])
-            if all(
-                token is None or any(stop in text for stop in stops) for token, text in zip(step, texts, strict=True)
-            ):
+            # A text that has a stop sequence is continued until all have ended; what follows is cut.
+            have_ended = [token is None or texts.add(i, token) for i, token in enumerate(step)]
+            if all(have_ended):
                 break
-        return [postprocess_generated_text(text, stops, None) for text in texts]
 
 
 if __name__ == "__main__":

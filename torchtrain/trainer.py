@@ -53,7 +53,7 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
-from torchtrain.inference.samples import Samples, encode_prompts
+from torchtrain.inference.samples import Samples, check_tasks, encode_prompts
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.loss_by_source import LossBySource, source_labels
@@ -226,6 +226,10 @@ class Trainer:
             )
             if config.validation.prompts:
                 self.validator.parts.append(Samples(config, self.tokenizer, self.model))
+            if config.validation.tasks:
+                from torchtrain.inference.tasks import Tasks  # imports lm-evaluation-harness
+
+                self.validator.parts.append(Tasks(config, self.tokenizer, self.model, self.gloo_group))
         self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
 
     def states(self) -> dict[str, Stateful]:
@@ -548,6 +552,8 @@ def validate(
     check_optimizer(config.optimizer, parameter_shapes(model), model)
     if config.validation.prompts:
         encode_prompts(config, tokenizer)
+    if config.validation.tasks:
+        check_tasks()
     if config.checkpoint.last_save_in_hf:
         check_export(config, model)
 

@@ -592,6 +592,13 @@ class ValidationConfig(SourcesConfig, name="validation"):
     """Maximum number of new tokens for a prompt; each takes a forward."""
     prompt_temperature: NotNegative = 0.8
     """Divides the logits before a token is sampled; 0 always selects the most likely token."""
+    tasks: tuple[str, ...] = ()
+    """Tasks of lm-evaluation-harness that are scored at each validation, such as "hellaswag" (pip install
+    'torchtrain[eval]'; docs/watching.md)."""
+    tasks_path: LocalPath = ""
+    """Folder with task definitions (YAML) of your own."""
+    tasks_limit: CountOrZero = 0
+    """Score only the first documents of each task, up to this number. 0: all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -601,8 +608,8 @@ class ValidationConfig(SourcesConfig, name="validation"):
         )
         require_one(self, "interval_tokens", "interval")
         require(
-            self.enable or not self.prompts,
-            "validation.prompts are continued at each validation: set validation.enable = true, and its data",
+            self.enable or not (self.prompts or self.tasks),
+            "validation.prompts and validation.tasks need validations: set validation.enable = true, and its data",
         )
         labels = [source.label for source in self.all]
         require(

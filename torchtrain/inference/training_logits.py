@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
+from torchtrain.inference.generation import Sampling, choose, prompt_generator
+from torchtrain.models.loss.output_loss import MIN_CHUNK_TOKENS
 from torchtrain.parallelisms.context_parallel import local_sequence
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallel_model import ParallelModel
@@ -27,6 +30,11 @@ class TrainingLogits:
     model: ParallelModel
     config: JobConfig
 
+    @property
+    def vocab_size(self) -> int:
+        size: int = self.model.model_parts[0].config.vocab_size
+        return size
+
     def batch_shape(self, rows: int, longest: int) -> tuple[int, int]:
         """Rows and length of a batch that has room for ``rows`` texts of up to ``longest`` tokens, or for some of them.
 
@@ -40,13 +48,21 @@ class TrainingLogits:
         return min(rows, training.local_batch_size), min(math.ceil(longest / multiple) * multiple, training.seq_len)
 
     @torch.no_grad()
-    def __call__(self, tokens: Tensor, rows: Tensor, positions: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+    def __call__(
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        function: Callable[[Tensor, slice], Tensor],
+        numbers: int = 1,
+    ) -> Tensor:
         """``function`` of the logits at n pairs of a row and a position of ``tokens``.
 
         Args:
             tokens: int64 (bs, seq) of a ``batch_shape``, on the device; the same on all ranks of a data-parallel rank.
             rows, positions: int64 (n,), on the device.
-            function: maps logits, float32 (n, vocab), to float64 (n,).
+            function: maps logits of some of the n pairs, float32 (m, vocab), and the slice that selects these pairs,
+                to float64 (m, ``numbers``). Logits are computed in chunks, as those of the loss are.
 
         Returns:
             The result of ``function``: bitwise the same on all ranks of a data-parallel rank.
@@ -59,14 +75,20 @@ class TrainingLogits:
             microbatch = Microbatch(own, torch.empty_like(own), positions_of_own, documents=None)
 
         def head(hidden: Tensor, output: nn.Module) -> Tensor:
-            logits = output(select(hidden, rows, positions, tokens.shape[1], mesh))
-            if isinstance(logits, DTensor):
-                logits = logits.full_tensor()
-            return function(logits[0].float()).clone()  # FSDP does not allow a model to return a view
+            chosen = select(hidden, rows, positions, tokens.shape[1], mesh)
+            size = max(MIN_CHUNK_TOKENS, self.model.loss.max_logits_bytes // (4 * self.vocab_size))
+            results = []
+            for first in range(0, len(rows), size):
+                part = slice(first, first + size)
+                logits = output(chosen[:, part])
+                if isinstance(logits, DTensor):
+                    logits = logits.full_tensor()
+                results.append(function(logits[0].float(), part))
+            return torch.cat(results)
 
         result = self.model.apply(microbatch, head)
         if result is None:  # a rank without the last pipeline stage
-            result = torch.empty(len(rows), dtype=torch.float64, device=tokens.device)
+            result = torch.empty(len(rows), numbers, dtype=torch.float64, device=tokens.device)
         if self.model.pipeline is not None:
             dist.broadcast(result, group=mesh.pipeline.get_group(), group_src=self.model.pipeline.last_rank)
         # Ranks that compute the same must not continue with different tokens because a kernel rounds differently.
@@ -75,12 +97,69 @@ class TrainingLogits:
                 dist.broadcast(result, group=dimension.get_group(), group_src=0)
         return result
 
-    def gather(self, own: Tensor) -> Tensor:
-        """Concatenate tensors of the same shape of all data-parallel ranks, in their order."""
-        group = self.model.mesh.batch.get_group()
-        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, own, group=group)
-        return torch.cat(parts)
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indices: Sequence[int],
+        sampling: Sampling,
+        most: int,
+        add: Callable[[int, int], bool],
+        watched: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Generate up to ``most`` tokens for each of this rank's ``prompts``. Each rank must have as many prompts.
+
+        Args:
+            indices: numbers of the prompts, which seed their random numbers.
+            add: called with the number of a prompt in ``prompts`` and its next token; returns whether its text has
+                ended.
+            watched: context of each forward.
+        """
+        rows, length = self.batch_shape(len(prompts), max(map(len, prompts)) + most - 1)
+        for first in range(0, len(prompts), rows):
+            batch = prompts[first : first + rows]
+            generators = [prompt_generator(sampling.seed, index) for index in indices[first : first + rows]]
+            tokens = right_padded(batch, (rows, length), self.model.device)
+            row = torch.arange(len(batch), device=self.model.device)
+            last = torch.tensor([len(prompt) - 1 for prompt in batch], device=self.model.device)
+            has_ended = [False] * len(batch)
+            for number in range(most):
+                drawn = torch.tensor([torch.rand((), generator=generator).item() for generator in generators])
+
+                def next_token(logits: Tensor, part: slice, uniform: Tensor = drawn) -> Tensor:
+                    return choose(logits, sampling, uniform[part].to(logits.device))[:, None].double()
+
+                with watched():
+                    chosen = self(tokens, row, last, next_token)[:, 0].long()
+                for i, token in enumerate(chosen.tolist()):
+                    has_ended[i] = has_ended[i] or add(first + i, token)
+                if not self.any(not all(has_ended)):
+                    break
+                last = last + 1
+                if number + 1 < most:
+                    tokens[row, last] = chosen
+
+    @property
+    def data_rank(self) -> int:
+        """The number of this data-parallel rank."""
+        return self.model.mesh.batch.get_local_rank()
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.model.mesh.batch.size()
+
+    def share(self, count: int) -> list[int]:
+        """This rank's share of ``count`` items: every n-th index. Ranks with fewer repeat the first index."""
+        return [i if i < count else 0 for i in range(self.data_rank, self._rounded(count), self.data_ranks)]
+
+    def gather(self, own: Tensor, count: int) -> Tensor:
+        """The results of ``count`` items in order; ``own``: those of this rank's ``share``, in the first dimension."""
+        parts = [torch.empty_like(own) for _ in range(self.data_ranks)]
+        dist.all_gather(parts, own, group=self.model.mesh.batch.get_group())
+        return torch.stack(parts, dim=1).flatten(0, 1)[:count]
+
+    def _rounded(self, count: int) -> int:
+        return -(-count // self.data_ranks) * self.data_ranks
 
     def any(self, holds: bool) -> bool:
         """Whether ``holds`` on any data-parallel rank."""

@@ -67,6 +67,10 @@ def summarize(run: Run) -> list[tuple[str, str]]:
             label = name.removeprefix("validation_").replace("_", " ")
             last_value = _number(found[-1][1])
             rows.append(("validation", f"{label} {last_value}, the best {_number(best)} after step {at_best:,}"))
+    for name in (name for name in names if name.startswith("validation_") and "task_" in name):
+        step, value = next((line["step"], line[name]) for line in reversed(run.lines) if name in line)
+        label = name.removeprefix("validation_").replace("task_", "", 1).replace("_", " ")
+        rows.append(("tasks", f"{label} {'not finite' if value is None else f'{value:.4g}'} after step {step:,}"))
     return rows
 
 

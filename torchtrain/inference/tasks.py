@@ -1,0 +1,176 @@
+"""Tasks of EleutherAI's lm-evaluation-harness, scored on the model under training (``validation.tasks``)."""
+
+import io
+import random
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtrain.config.schema import JobConfig, ValidationConfig
+from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.distributed.agreement import on_all_ranks
+from torchtrain.errors import ConfigError, StorageError
+from torchtrain.inference.generation import Sampling
+from torchtrain.inference.harness import HarnessBase, StoppedTexts
+from torchtrain.inference.training_logits import TrainingLogits, right_padded
+from torchtrain.logging import logger
+from torchtrain.parallelisms.parallel_model import ParallelModel
+
+SEEDS = (0, 1234, 1234)  # of random, NumPy and torch: the harness's own defaults
+FEWSHOT_SEED = 1234
+
+
+class TrainingHarness(HarnessBase):
+    """The model under training as a model of the harness; requests are divided among data-parallel ranks."""
+
+    watched: Callable[[], AbstractContextManager[None]]
+    """Context of each forward; set for each validation."""
+
+    def __init__(self, config: JobConfig, tokenizer: Tokenizer, model: ParallelModel) -> None:
+        super().__init__()
+        self.logits = TrainingLogits(model, config)
+        self.device_of_model = model.device
+        self.tokenizer_of_run = tokenizer
+        self.seq_len = config.training.seq_len
+        self.batch_size = config.training.local_batch_size * self.logits.data_ranks
+
+    @property
+    def max_length(self) -> int:
+        return self.seq_len
+
+    @property
+    def text_tokenizer(self) -> Tokenizer:
+        return self.tokenizer_of_run
+
+    @property
+    def eos_ids(self) -> Collection[int]:
+        return ()  # beside the tokenizer's
+
+    def encode_prompt(self, text: str) -> list[int]:
+        return self.tokenizer_of_run.encode(text, bos=True)  # as a document of the training data
+
+    def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
+        own = self.logits.share(len(rows))
+        shape = self.logits.batch_shape(len(own), max(len(rows[i]) for i in own) - 1)
+        tokens = right_padded([rows[i][:-1] for i in own], shape, self.device_of_model)
+        places = [
+            (row, position, rows[i][position + 1])
+            for row, i in enumerate(own)
+            for position in range(len(rows[i]) - 1 - counts[i], len(rows[i]) - 1)
+        ]
+        at, positions, wanted = torch.tensor(places, device=self.device_of_model).view(-1, 3).unbind(dim=1)
+
+        def score(logits: torch.Tensor, part: slice) -> torch.Tensor:
+            likelihoods = logits.log_softmax(dim=-1).gather(1, wanted[part, None])[:, 0]
+            return torch.stack((likelihoods.double(), (logits.argmax(dim=-1) == wanted[part]).double()), dim=1)
+
+        with self.watched():
+            scores = self.logits(tokens, at, positions, score, numbers=2)
+        by_row = torch.split(scores, [counts[i] for i in own])
+        # Sums in float32, as ``torchtrain.evaluate`` computes them.
+        results = torch.stack([torch.stack((one[:, 0].float().sum().double(), one[:, 1].prod())) for one in by_row])
+        return [(likelihood, bool(greedy)) for likelihood, greedy in self.logits.gather(results, len(rows)).tolist()]
+
+    def _generate(
+        self, prompts: Sequence[list[int]], sampling: Sampling, most: int, first: int, texts: StoppedTexts
+    ) -> None:
+        own = self.logits.share(len(prompts))
+        shared = StoppedTexts(self.text_tokenizer, len(own), texts.stops, texts.eos_ids)
+        indices = [first + i for i in own]
+        self.logits.generate([prompts[i] for i in own], indices, sampling, most, shared.add, self.watched)
+        padded = [tokens + [-1] * (most - len(tokens)) for tokens in shared.tokens]
+        gathered = self.logits.gather(torch.tensor(padded, device=self.device_of_model), len(prompts))
+        for i, row in enumerate(gathered.tolist()):
+            for token in row:
+                if token >= 0:
+                    texts.add(i, token)
+
+
+class Tasks:
+    """A part of validation: scores the tasks as ``python -m torchtrain.evaluate`` scores a checkpoint of the step."""
+
+    def __init__(self, config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup) -> None:
+        """Load the tasks and their data. Collective over ``group``.
+
+        Raises:
+            ConfigError: there is no such task.
+            StorageError: its data cannot be fetched.
+        """
+        self.config = config.validation
+        self.harness = TrainingHarness(config, tokenizer, model)
+        self.loaded = on_all_ranks(lambda: load_tasks(config.validation), group)
+
+    def __call__(self, step: int, prefix: str, watched: Callable[[], AbstractContextManager[None]]) -> dict[str, float]:
+        """Score after ``step``; returns ``{prefix}_task_{task}_{metric}``. Collective."""
+        from lm_eval.evaluator import evaluate
+
+        logger.info("scoring %s after step %d", ", ".join(self.config.tasks), step)
+        self.harness.watched = watched
+        for task in self.loaded["tasks"].values():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        # Progress bars of the harness go to stderr on all ranks.
+        with same_random_numbers(self.harness.device_of_model), redirect_stderr(io.StringIO()):
+            found = evaluate(
+                lm=self.harness,
+                task_dict=self.loaded,
+                limit=self.config.tasks_limit or None,
+                bootstrap_iters=0,
+                log_samples=False,
+            )
+        return {
+            f"{prefix}_task_{task}_{metric_name(key)}": float(value)
+            for task, metrics in found["results"].items()
+            for key, value in metrics.items()
+            if "," in key and "_stderr" not in key and isinstance(value, int | float)
+        }
+
+
+def metric_name(key: str) -> str:
+    """``acc`` for the harness's ``acc,none``; with a filter, ``exact_match_strict-match``."""
+    metric, _, filtered = key.partition(",")
+    return metric if filtered == "none" else f"{metric}_{filtered}"
+
+
+def load_tasks(config: ValidationConfig) -> Any:
+    """The tasks of ``validation.tasks`` with their data, as the harness's ``simple_evaluate`` prepares them."""
+    from lm_eval.tasks import TaskManager
+
+    try:
+        with redirect_stderr(io.StringIO()):
+            manager = TaskManager(include_path=config.tasks_path or None)
+            unknown = [task for task in config.tasks if task not in manager.all_tasks]
+            if unknown:
+                raise ConfigError(
+                    f"validation.tasks: {', '.join(unknown)} are no tasks of lm-evaluation-harness; `lm-eval ls tasks` "
+                    "lists all, and validation.tasks_path names a folder with tasks of your own"
+                )
+            loaded = manager.load(list(config.tasks))
+    except OSError as error:  # a ConnectionError of the hub, or a file of the data
+        raise StorageError(
+            f"validation.tasks: the data of a task cannot be fetched: {error}. Start again with a network, or fetch "
+            "them on a machine that has one into a folder that HF_HOME names on both"
+        ) from None
+    for task in loaded["tasks"].values():
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+    return loaded
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Seed all random numbers as the harness does, and restore their states afterwards."""
+    states = random.getstate(), np.random.get_state()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        random.seed(SEEDS[0])
+        np.random.seed(SEEDS[1])
+        torch.manual_seed(SEEDS[2])
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
