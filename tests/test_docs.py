@@ -42,6 +42,7 @@ COMMANDS = [
 PLANNED = "takes half a minute; tests/test_estimate.py runs a similar command"
 AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
+ON_KUBERNETES = "tests/test_kubernetes.py runs it, or does what it does, with a local bucket"
 OWN_MODEL = "tests/test_own_model.py runs it"
 # Commands that are not run, and the reason.
 LISTED = {
@@ -145,6 +146,14 @@ LISTED = {
     "pip install 'torchtrain[ray]'": "needs a package index",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
+    "docker build --file scripts/kubernetes/Dockerfile --tag registry.example.com/torchtrain .": ON_KUBERNETES,
+    "docker push registry.example.com/torchtrain": ON_KUBERNETES,
+    "kubectl create secret generic torchtrain-bucket --from-env-file bucket.env": ON_KUBERNETES,
+    "kubectl apply --filename scripts/kubernetes/job.yaml": ON_KUBERNETES,
+    "kubectl logs --follow --selector batch.kubernetes.io/job-completion-index=0,job-name=torchtrain": ON_KUBERNETES,
+    """kubectl patch job torchtrain --patch '{"spec": {"suspend": true}}'""": ON_KUBERNETES,
+    """kubectl patch job torchtrain --patch '{"spec": {"suspend": false}}'""": ON_KUBERNETES,
+    'python -m torchtrain.generate s3://my-bucket/my-run --prompt "def "': ON_KUBERNETES,
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint head-node:29500 --rdzv-id my-run "
     "-m torchtrain.train --job.config_file train_configs/llama3_8b.toml": (
         "needs two machines; tests/test_multinode.py has two agents on one"
@@ -191,7 +200,9 @@ def test_links_and_options_exist(page: Path) -> None:
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
             known = {key_of(field.name) for field in fields(getattr(JobConfig(), section))}
             name = key.removeprefix("no-")
-            assert name in known or key in ("py", "jsonl", "safetensors"), f"{page.name}: {section}.{key} is no option"
+            assert name in known or key in ("py", "jsonl", "safetensors", "yaml"), (
+                f"{page.name}: {section}.{key} is no option"
+            )
 
 
 def test_code_in_the_readme_of_the_tests_is_quoted_from_them() -> None:

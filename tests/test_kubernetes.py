@@ -1,0 +1,231 @@
+"""scripts/kubernetes: the manifests are valid, agree with the code, and train as pods that share only a bucket."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import time
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_command import checked_command, run_program
+from forked_run import logged_losses
+from forkserver import context, free_port
+from kubernetes_job import ROOT, action_for, container_of, copy_image, manifests, pod_command
+from s3_server import S3Server
+
+from torchtrain import errors
+from torchtrain.config.parse import parse
+
+BUCKET_SECRET = {"torchtrain-bucket": {"AWS_ACCESS_KEY_ID": "key"}}
+
+
+def job_of(name: str) -> dict[str, Any]:
+    """The Job in job.yaml, or the one that JobSet creates."""
+    kinds = manifests(name)
+    return kinds["Job"] if "Job" in kinds else kinds["JobSet"]["spec"]["replicatedJobs"][0]["template"]
+
+
+def test_manifests_are_valid() -> None:
+    validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
+    # No package has the schema of JobSet itself.
+    in_jobset = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "nodes"}, **job_of("jobset.yaml")}
+    for manifest in (*manifests("job.yaml").values(), in_jobset):
+        for version in ("1.31", validation.latest_version()):
+            validation.validate(manifest, version, strict=True)
+    in_jobset["spec"]["template"]["spec"]["gracePeriod"] = 1
+    with pytest.raises(validation.ValidationError, match="gracePeriod"):
+        validation.validate(in_jobset, "1.31", strict=True)
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+def test_manifest_agrees_with_the_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(name)
+    spec, container = job["spec"], container_of(job)
+    words, _ = pod_command(job, 1, BUCKET_SECRET)
+    at = words.index("torchtrain.train")
+    launcher = dict(word.split("=", 1) for word in words[3 : at - 1])
+    assert words[:3] == ["python", "-m", "torchtrain.launch"]
+    assert launcher["--nnodes"] == str(spec["completions"]) == str(spec["parallelism"])
+    assert launcher["--node-rank"] == "1"
+    monkeypatch.chdir(copy_image(tmp_path))  # the config file must be in the image
+    config = parse(words[at + 1 :])
+    assert config.checkpoint.folder == f"s3://my-bucket/{Path(config.job.dump_folder).name}/checkpoint"
+    # A step and a save fit in the time before SIGKILL, which torchrun sends first, then the kubelet.
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    shutdown_seconds = float(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+    grace_seconds = spec["template"]["spec"]["terminationGracePeriodSeconds"]
+    assert config.faults.stop_grace_seconds < shutdown_seconds < grace_seconds
+    assert not any("AWS" in name for name in variables)  # credentials come from the Secret
+
+
+def test_pods_find_the_pod_with_index_0_by_name() -> None:
+    kinds = manifests("job.yaml")
+    service, job = kinds["Service"], kinds["Job"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
+    assert f"--master-addr={job['metadata']['name']}-0.{service['metadata']['name']}" in container_of(job)["args"]
+    # JobSet names the pod after the JobSet, the replicated job and two indices, and the Service after the JobSet.
+    jobset = manifests("jobset.yaml")["JobSet"]
+    name, replicated = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
+    address = f"--master-addr={name}-{replicated}-0-0.{name}"
+    assert address in container_of(job_of("jobset.yaml"))["args"]
+
+
+def test_jobset_has_the_same_pods() -> None:
+    job, in_jobset = job_of("job.yaml"), job_of("jobset.yaml")
+    pod, pod_in_jobset = job["spec"]["template"]["spec"], in_jobset["spec"]["template"]["spec"]
+    assert pod.pop("subdomain") == "torchtrain"  # JobSet sets it
+    different = {*container_of(job).pop("args")} ^ {*container_of(in_jobset).pop("args")}
+    assert {word.split("=")[0] for word in different} == {"--master-addr"}
+    assert pod == pod_in_jobset
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+def test_exit_codes_decide_about_a_restart(name: str) -> None:
+    job = job_of(name)
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+    expected = {2: "FailJob", 74: "Count", 75: "Ignore"}
+    assert {kind.exit_code for kind in kinds} == expected.keys()
+    assert {code: action_for(job, code) for code in expected} == expected
+    assert action_for(job, 143) == "Ignore"  # of the launcher, after SIGTERM
+    assert [action_for(job, code) for code in (1, 134, 137)] == ["Count"] * 3  # crashes
+    if name == "job.yaml":
+        assert action_for(job, 137, conditions=("DisruptionTarget",)) == "Ignore"
+    else:  # a disruption restarts all pods
+        rule = manifests(name)["JobSet"]["spec"]["failurePolicy"]["rules"][0]
+        assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+        assert job["spec"]["backoffLimit"] == 0
+
+
+class Cluster:
+    """Runs the commands of the page: those of docker and kubectl here, others as they are.
+
+    Pods run on the loopback interface, each in a folder with the files of the image.
+    """
+
+    def __init__(self, folder: Path, edits: dict[str, str], options: list[str], variables: dict[str, str]) -> None:
+        self.folder, self.edits, self.options, self.variables = folder, edits, options, variables
+        self.secrets: dict[str, dict[str, str]] = {}
+        self.job: dict[str, Any] = {}
+        self.pods: list[BaseProcess] = []
+        self.starts = 0
+
+    def run(self, command: str) -> str:
+        words = shlex.split(command)
+        match words:
+            case ["docker", "build", "--file", "scripts/kubernetes/Dockerfile", "--tag", image, "."]:
+                copy_image(self.folder / "image")
+                self.image = image
+            case ["docker", "push", image]:
+                assert image == self.image
+            case ["kubectl", "create", "secret", "generic", name, "--from-env-file", file]:
+                lines = (self.folder / file).read_text().splitlines()
+                self.secrets[name] = dict(line.split("=", 1) for line in lines)
+            case ["kubectl", "apply", "--filename", "scripts/kubernetes/job.yaml"]:
+                self.job = manifests("job.yaml", self.edits)["Job"]
+                assert container_of(self.job)["image"] == self.image
+                container_of(self.job)["args"] += self.options
+                self.start()
+            case ["kubectl", "logs", "--follow", "--selector", selector]:
+                index = f"batch.kubernetes.io/job-completion-index=0,job-name={self.job['metadata']['name']}"
+                assert selector == index
+                return (self.folder / f"start-{self.starts}/pod-0.log").read_text()
+            case ["kubectl", "patch", "job", name, "--patch", patch]:
+                assert name == self.job["metadata"]["name"]
+                suspend = json.loads(patch)["spec"]["suspend"]
+                self.stop() if suspend else self.start()
+            case ["python", "-m", module, *arguments]:
+                return checked_command(module, *arguments, environment=self.secrets["torchtrain-bucket"]).stdout
+            case _:
+                raise AssertionError(f"unknown command {command!r}")
+        return ""
+
+    def start(self) -> None:
+        self.starts += 1
+        folder = self.folder / f"start-{self.starts}"
+        for index in range(self.job["spec"]["completions"]):
+            disk = copy_image(folder / f"disk-{index}")
+            words, environment = pod_command(self.job, index, self.secrets)
+            environment.update(self.variables)
+            process = context().Process(target=run_pod, args=(disk, folder / f"pod-{index}.log", words, environment))
+            process.start()
+            self.pods.append(process)
+
+    def stop(self) -> None:
+        """What suspending a Job does: SIGTERM to its pods."""
+        for pod in self.pods:
+            os.kill(pod.pid or 0, signal.SIGTERM)
+        for pod in self.pods:
+            pod.join(60)
+        assert [action_for(self.job, pod.exitcode or 0) for pod in self.pods] == ["Ignore"] * len(self.pods)
+        self.pods.clear()
+
+    def kill(self) -> None:
+        for pod in self.pods:
+            pod.kill()
+            pod.join()
+
+    def wait_for_log(self, command: str, text: str) -> None:
+        deadline = time.monotonic() + 100
+        while text not in (output := self.run(command)):
+            assert time.monotonic() < deadline, output
+            assert all(pod.is_alive() for pod in self.pods), output
+            time.sleep(0.2)
+
+
+def run_pod(disk: Path, log: Path, words: list[str], environment: dict[str, str]) -> None:
+    """Run ``python -m torchtrain.launch`` in this process."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(disk)
+    assert words[:2] == ["python", "-m"]
+    run_program(words[2], words[3:], environment)
+
+
+def test_path_from_an_empty_bucket_to_a_resumed_run(forked_ranks: dict[str, str], tmp_path: Path) -> None:
+    page = (ROOT / "docs/cluster.md").read_text(encoding="utf-8").split("\n## Kubernetes\n")[1].split("\n## ")[0]
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)
+    commands = [line for block in blocks for line in block.replace("\\\n", "").splitlines()]
+    start, logs, suspend, resume = (
+        next(i for i, command in enumerate(commands) if text in command)
+        for text in ("kubectl apply", "kubectl logs", '"suspend": true', '"suspend": false')
+    )
+    assert start < logs < suspend < resume < len(commands) - 1
+
+    server = S3Server()
+    server.make_bucket("my-bucket")
+    (tmp_path / "bucket.env").write_text("".join(f"{name}={value}\n" for name, value in server.environment.items()))
+    edits = {
+        "--nproc-per-node=gpu ": "--nproc-per-node=1 ",
+        "--master-addr=torchtrain-0.torchtrain ": "--master-addr=localhost ",
+        "--master-port=29500": f"--master-port={free_port()}",
+        'OMP_NUM_THREADS, value: "8"': 'OMP_NUM_THREADS, value: "1"',
+    }
+    options = [
+        *("--training.seq_len=32", "--model.shape.dim=32", "--model.shape.n_layers=1", "--model.shape.n_heads=2"),
+        *("--model.shape.n_kv_heads=2", "--model.shape.ffn_dim=64", "--training.local_batch_size=1"),
+        *("--metrics.log_freq=1", "--training.steps=100000", "--checkpoint.interval=100000"),
+    ]
+    cluster = Cluster(tmp_path, edits, options, {**forked_ranks, "GLOO_SOCKET_IFNAME": "lo"})
+    try:
+        for command in commands[:logs]:
+            cluster.run(command)
+        cluster.wait_for_log(commands[logs], " 3/100000")
+        cluster.run(commands[suspend])
+        saved = re.findall(r"saved (s3://my-bucket/my-run/checkpoint/step-(\d+))", cluster.run(commands[logs]))[-1]
+        cluster.run(commands[resume])
+        cluster.wait_for_log(commands[logs], f" {int(saved[1]) + 2}/100000")
+        assert f"resumed from {saved[0]}" in cluster.run(commands[logs])
+        # The first start's metrics, on the disk of the second one.
+        assert min(logged_losses(tmp_path / "start-2/disk-0/outputs/my-run")) == 1
+        for command in commands[resume + 1 :]:
+            assert cluster.run(command).startswith("def ")
+    finally:
+        cluster.kill()
+        server.stop()
