@@ -11,13 +11,13 @@ ENVIRONMENT = {
 
 
 class S3Server:
-    """A server whose state ends with it."""
+    """A server whose state ends with it; ``address`` is the IP address that it listens at."""
 
-    def __init__(self) -> None:
+    def __init__(self, address: str = "127.0.0.1") -> None:
         from moto.server import ThreadedMotoServer
 
         logging.getLogger("werkzeug").setLevel(logging.ERROR)  # it logs each request
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server = ThreadedMotoServer(ip_address=address, port=0, verbose=False)
         self._server.start()
         host, port = self._server.get_host_and_port()
         self.url = f"http://{host}:{port}"
