@@ -683,6 +683,55 @@ def test_search_without_time_simulates_only_the_given_layout(
     assert (parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree) == (2, 2)
 
 
+@pytest.mark.parametrize("simulations", [0, 2])
+def test_ctrl_c_ends_a_search_with_the_best_so_far(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulations: int
+) -> None:
+    """Each layout and the best so far are logged. Before a layout fits, there is no result."""
+    found = summary.estimate
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal simulations
+        simulations -= 1
+        if simulations < 0:
+            raise KeyboardInterrupt
+        return found(*arguments)
+
+    expected = simulations
+    monkeypatch.setattr(search, "estimate", interrupted)
+    output = ["--estimate.output", str(tmp_path / "best.toml"), "--estimate.search_seconds", "1000"]
+    assert command.main([*OPTIONS, *output, "--estimate.world_size", "4", "--estimate.search"]) == 130
+    out, log = capsys.readouterr()
+    shown = re.findall(r"layout (\d+) of \d+: .*batch \d+, checkpoint \w+: .* the best so far ([\d,]+) tokens/s", log)
+    assert [number for number, _ in shown] == [str(number) for number in range(1, expected + 1)]
+    if expected:
+        assert re.search(r"; 2 simulated in \d+ s of CPU time, 2 of them fit; \d+ skipped because of Ctrl-C\n", out)
+        assert shown[-1][1] == out.splitlines()[2].split()[-2]  # the first row of the table
+        assert parse(["--job.config_file", str(tmp_path / "best.toml")])
+    else:
+        assert not out
+        assert not (tmp_path / "best.toml").exists()
+
+
+def test_search_seconds_limit_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With simulations of 10 s, the one that would end after the limit is skipped."""
+    config = parse([*OPTIONS, "--estimate.world_size", "4", "--estimate.search"])
+    result = estimate_of(config)
+    simulated: list[JobConfig] = []
+
+    def simulate(layout: JobConfig, *_: Any) -> Estimate:
+        simulated.append(layout)
+        return result
+
+    monkeypatch.setattr(search, "estimate", simulate)
+    monkeypatch.setattr(search, "stage_forwards", lambda *_: 1)
+    monkeypatch.setattr(search.time, "process_time", lambda: 10 * len(simulated))
+    for limit, number in ((45.0, 4), (25.0, 2)):
+        simulated.clear()
+        search.search(with_estimate(config, search_seconds=limit), lambda: None)
+        assert len(simulated) == number
+
+
 def test_durations_are_those_of_closed_forms() -> None:
     e = Efficiency(kernel_seconds=0.0, collective_seconds=0.0)
     cost_model = CostModel(GPUS["h100-80"], e, JobConfig())

@@ -43,7 +43,7 @@ FROZEN = {  # every option, by kind and section
         "comm": "init_timeout_seconds train_timeout_seconds",
         "estimate": (
             "world_size gpu gpus_per_node memory_gib network_gigabits mtbf_hours save_seconds restart_seconds "
-            "all_layers search output json picture"
+            "all_layers search search_seconds output json picture"
         ),
     },
     Kind.LAYOUT: {

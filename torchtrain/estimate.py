@@ -5,6 +5,7 @@ compiler, data or tokenizer file. Without a tokenizer file, the vocabulary size 
 """
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,7 +96,7 @@ def run_stages(config: JobConfig) -> int:
 
 
 def run_search(config: JobConfig) -> int:
-    """Print the ten fastest layouts that fit, write the fastest to a TOML file, and return 0.
+    """Print the ten fastest layouts that fit, write the fastest to a TOML file, and return 0; after Ctrl-C, 130.
 
     Raises:
         ConfigError: an option does not go with a search, or no layout fits.
@@ -108,12 +109,12 @@ def run_search(config: JobConfig) -> int:
             "run the search first, then estimate the layout that it writes"
         )
     path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
-    table, best = search.search(config, lambda: require_file(path, "estimate.output"))
-    sys.stdout.write(table + "\n")
+    found = search.search(config, lambda: require_file(path, "estimate.output"))
+    sys.stdout.write(found.table + "\n")
     with writing(path, "estimate.output"):
-        Path(path).write_text(to_toml(best), encoding="utf-8")
+        Path(path).write_text(to_toml(found.best), encoding="utf-8")
     sys.stdout.write(f"wrote the first layout as a config for the trainer: {path}\n")
-    return 0
+    return 0 if found.is_complete else 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Human-readable estimates: tables and a memory plot."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from torchtrain.config.schema import EstimateConfig, JobConfig
 from torchtrain.config.tokens import format_tokens
@@ -106,6 +107,15 @@ def format_ranking(best: Sequence[tuple[JobConfig, Estimate]]) -> str:
             )
         )
     return "\n".join("".join(f"{cell:>11}" for cell in row) for row in rows)
+
+
+def format_layout(config: JobConfig, estimate: Estimate) -> str:
+    """A layout with its estimate, such as "shard 4, tensor 2, batch 1, checkpoint full: 31.2 GiB, 9,120 tokens/s"."""
+    degrees = {name: degree for name, degree in asdict(estimate.degrees).items() if degree > 1}
+    words = [f"{name} {degree}" for name, degree in degrees.items()]
+    words += [f"batch {config.training.local_batch_size}", f"checkpoint {config.activation_checkpoint.mode}"]
+    speed = f"{estimate.tokens_per_second_per_gpu:,.0f} tokens/s" if estimate.fits else "does not fit"
+    return f"{', '.join(words)}: {estimate.peak_reserved_gib:.1f} GiB, {speed}"
 
 
 def draw_memory(estimate: Estimate, path: str) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from typing import Literal
@@ -11,11 +11,12 @@ from typing import Literal
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
+from torchtrain.logging import logger
 from torchtrain.models.spec import DecoderConfig, flops_per_token, matrix_shapes
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_global_batch_size
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
-from torchtrain.planning.report import format_ranking
+from torchtrain.planning.report import format_layout, format_ranking
 from torchtrain.planning.representative_ranks import representative_pipeline_ranks
 from torchtrain.planning.request import resolve_and_validate, resolve_gpu, resolve_model_config, resolve_world_size
 from torchtrain.planning.summary import MAX_MICROBATCHES, estimate
@@ -23,25 +24,30 @@ from torchtrain.planning.summary import MAX_MICROBATCHES, estimate
 LAYOUTS_SHOWN = 10
 # The analytic estimate of memory is rough: layouts up to this factor above the GPU's memory are simulated.
 MEMORY_TOLERANCE = 1.15
-CPU_SECONDS = 80  # budget of CPU time for simulations up to 64 GPUs; five times as much beyond
+CPU_SECONDS = 80  # default of estimate.search_seconds up to 64 GPUs; five times as much beyond
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
 RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
 
 
-def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, JobConfig]:
+@dataclass(frozen=True)
+class SearchResult:
+    table: str  # of the ``LAYOUTS_SHOWN`` fastest layouts, with a line about the search
+    best: JobConfig  # the config of the fastest layout, with the default [estimate]
+    is_complete: bool  # False: Ctrl-C ended the search
+
+
+def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     """Simulate the most promising layouts of ``config``, and rank those that fit by tokens per second.
 
     The candidates are sorted by ``analytic_estimate``. The layout of ``config`` itself is simulated first, so the
-    result is not slower than it.
+    result is not slower than it. A log line shows each of them and the best so far. After Ctrl-C the result is that of
+    the layouts so far, if one of them fits.
 
     Args:
         config: the run to search a layout for; it keeps its global batch size.
         before_work: called after validation and before the first simulation.
-
-    Returns:
-        A table of the ``LAYOUTS_SHOWN`` fastest layouts, and the config of the fastest with the default [estimate].
 
     Raises:
         ConfigError: no layout is valid, or no simulated layout fits.
@@ -62,16 +68,28 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, Job
     before_work()
     candidates.sort(key=lambda candidate: candidate[:2])
     promising = [layout for _, memory_gib, layout in candidates if memory_gib <= gpu.memory_gib * MEMORY_TOLERANCE]
-    simulated, work, skipped, began = [], 0, 0, time.process_time()
-    budget = CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS
-    for layout in given + [layout for layout in promising if layout not in given]:
-        spent, more = time.process_time() - began, stage_forwards(layout, model_config)
-        # Skip layouts whose simulation would exceed the budget, such as pipelines with many microbatches.
-        if work and spent + spent / work * more > budget:
-            skipped += 1
-            continue
-        simulated.append((layout, replace(estimate(layout, model_config, gpu), records=())))  # records are large
-        work += more
+    simulated, work, began = [], 0, time.process_time()
+    budget = config.estimate.search_seconds or (CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS)
+    layouts = given + [layout for layout in promising if layout not in given]
+    fastest, is_complete = 0.0, True
+    try:
+        for number, layout in enumerate(layouts, 1):
+            spent, more = time.process_time() - began, stage_forwards(layout, model_config)
+            # Skip layouts whose simulation would exceed the budget, such as pipelines with many microbatches.
+            if work and spent + spent / work * more > budget:
+                continue
+            result = replace(estimate(layout, model_config, gpu), records=())  # records are large
+            simulated.append((layout, result))
+            work += more
+            fastest = max(fastest, result.tokens_per_second_per_gpu if result.fits else 0.0)
+            logger.info(
+                "layout %d of %d: %s; the best so far %s tokens/s",
+                *(number, len(layouts), format_layout(layout, result), f"{fastest:,.0f}" if fastest else "no"),
+            )
+    except KeyboardInterrupt:
+        if not fastest:
+            raise
+        is_complete = False
     fitting = [(layout, result) for layout, result in simulated if result.fits]
     best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:LAYOUTS_SHOWN]
     if not best:
@@ -79,12 +97,14 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> tuple[str, Job
             f"none of the {len(simulated)} most promising of {len(candidates)} layouts on {world_size} GPUs fits in "
             f"{gpu.memory_gib} GiB; use more GPUs, or set training.enable_cpu_offload = true"
         )
+    skipped = len(layouts) - len(simulated)
+    why = "for lack of time (estimate.search_seconds)" if is_complete else "because of Ctrl-C"
     head = (
         f"{len(candidates)} layouts, of which {len(promising)} may fit; {len(simulated)} simulated in "
-        f"{time.process_time() - began:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped for lack of "
-        "time"
+        f"{time.process_time() - began:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
     )
-    return f"{head}\n{format_ranking(best)}", replace(best[0][0], estimate=JobConfig().estimate)
+    own = replace(best[0][0], estimate=JobConfig().estimate)
+    return SearchResult(f"{head}\n{format_ranking(best)}", own, is_complete)
 
 
 def candidate_layouts(config: JobConfig, model_config: DecoderConfig) -> Iterator[JobConfig]:
