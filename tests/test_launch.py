@@ -15,6 +15,7 @@ import pytest
 import torch.distributed.run
 from disk_faults import DiskFaults
 from forked_command import run_command, start_command
+from forkserver import free_port
 
 from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.distributed.process_group import world_size
@@ -47,6 +48,16 @@ def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, cod
     assert process.exitcode == code, errors.read_text()
     assert "Traceback" not in errors.read_text()
     assert ("rank 1 was ended by signal 35" in errors.read_text()) == (code == 163)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_nodes_that_do_not_meet_are_one_error(node: int) -> None:
+    nodes = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--rdzv-conf", "timeout=1")
+    address = ("--master-addr", "localhost", "--master-port", str(free_port()))
+    result = run_command("torchtrain.launch", *nodes, *address, "--no-python", "true")
+    assert result.returncode == 1
+    assert "error: the nodes did not meet, or lost each other: " in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_ranks_use_the_store_of_torchrun(tmp_path: Path) -> None:

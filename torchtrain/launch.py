@@ -30,6 +30,7 @@ SHUTDOWN_SECONDS = 30  # as torchrun's own
 def main(argv: Sequence[str]) -> int:
     """Run torchrun, and return the exit code of the process."""
     # Imported here, so that the command reports an error of the import (a limit on address space) as one message.
+    from torch.distributed import DistNetworkError, DistStoreError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -75,8 +76,8 @@ def main(argv: Sequence[str]) -> int:
             raise
         logger.error("error: %s", error)
         return 2
-    except RendezvousError as error:
-        logger.error("error: the nodes did not meet, or lost each other: %s", error)
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:  # the latter with a stack of C++ frames
+        logger.error("error: the nodes did not meet, or lost each other: %s", str(error).splitlines()[0])
         return 1
     return 0
 
