@@ -12,11 +12,18 @@ from forked_run import ForkedRun, finish, read_metrics, slow_steps
 from terminal import Terminal
 
 from torchtrain import __version__
-from torchtrain.config.schema import DataConfig, JobConfig, LRSchedulerConfig, SourceConfig
+from torchtrain.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    JobConfig,
+    JobSection,
+    LRSchedulerConfig,
+    SourceConfig,
+)
 from torchtrain.datasets.data_source import SourceSize
 from torchtrain.logging import aligned
 from torchtrain.metrics.history import read_run
-from torchtrain.metrics.report import summarize
+from torchtrain.metrics.report import next_commands, summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
 
 LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
@@ -169,6 +176,15 @@ def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monk
     assert "![Curves of the run](curves.png)" in report
     assert Path("run/curves.png").read_bytes().startswith(b"\x89PNG")
     assert all(f"| {label} |" in report for label in LABELS)
+
+
+def test_commands_that_come_next_read_a_bucket_by_url() -> None:
+    bucket = CheckpointConfig(folder="s3://my-bucket/my-run/checkpoint")
+    config = JobConfig(job=JobSection(dump_folder="outputs/my-run"), checkpoint=bucket)
+    assert next_commands(config, 8, is_complete=True) == [
+        'python -m torchtrain.generate s3://my-bucket/my-run/checkpoint --prompt "..."',
+        "python -m torchtrain.convert s3://my-bucket/my-run/checkpoint outputs/my-run_hf",
+    ]
 
 
 def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:

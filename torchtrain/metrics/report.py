@@ -9,7 +9,7 @@ from pathlib import Path
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
-from torchtrain.files import atomic_write
+from torchtrain.files import atomic_write, is_url
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
 from torchtrain.metrics.recorder import duration
@@ -32,7 +32,7 @@ def report_end(config: JobConfig, description: RunDescription, step: int, *, is_
         results, commands = summarize(run), next_commands(config, step, is_complete=is_complete)
         written = []
         if config.checkpoint.enable:
-            results.append(("checkpoints", f"{checkpoint_folder(config)}, the last one step-{step}"))
+            results.append(("checkpoints", f"{config.checkpoint.location(folder)}, the last one step-{step}"))
         if is_complete and config.metrics.enable_report:
             with BestEffort(REPORT):
                 write_report(folder, run, description, results, commands)
@@ -100,12 +100,6 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def checkpoint_folder(config: JobConfig) -> str:
-    """Where the checkpoints of the run are, as a path or URL."""
-    location = config.checkpoint.folder
-    return location if "://" in location else str(Path(config.job.dump_folder) / location)
-
-
 def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[str]:
     """Commands that use what the run has saved."""
     folder = config.job.dump_folder
@@ -113,7 +107,9 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
         return []
     if not is_complete:
         return ["the same command again resumes the run" if step else "the same command starts the run again"]
-    path = shlex.quote(folder)
+    # Checkpoints in a bucket by their URL, which is valid on other machines, too.
+    checkpoints = config.checkpoint.folder
+    path = shlex.quote(checkpoints if is_url(checkpoints) else folder)
     imports = " --import " + " ".join(config.job.import_) if config.job.import_ else ""
     commands = [f'python -m torchtrain.generate {path} --prompt "..."{imports}']
     if MODELS[config.model.name].hf is not None:
