@@ -6,6 +6,7 @@ share of the output, on any number of machines.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from torchtrain.cli import command, run_and_exit
@@ -13,7 +14,7 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import cores_of_process, process_share
 from torchtrain.errors import ConfigError
-from torchtrain.files import require_folder
+from torchtrain.files import require_folder, with_retries
 from torchtrain.logging import logger
 
 
@@ -53,7 +54,7 @@ def run(config: JobConfig) -> int:
         return 0
     output_path = local_path(output)
     for path in (path for source in config.data.all for path in source.paths):
-        if _is_inside(output, output_path, path, local_path(path)):
+        if with_retries(partial(_is_inside, output, output_path, path, local_path(path)), path):
             raise ConfigError(
                 f"prepare.output = {config.prepare.output!r} is inside the data folder {path!r}, so that its files "
                 "would become part of the data; name a folder elsewhere"
