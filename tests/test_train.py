@@ -170,7 +170,7 @@ def invalid_files(tmp_path: Path) -> Path:
         ),
         ("--training.global_batch_size 12", "global_batch_size = 12 must be a multiple of local_batch_size = 8"),
         ("--parallelism.data_parallel_replicate_degree 2", "the number of ranks, 1"),
-        ("--training.enable_cpu_offload --job.device cpu", "enable_cpu_offload needs a GPU"),
+        ("--training.enable_cpu_offload --job.device cpu", "enable_cpu_offload = true needs a GPU"),
     ],
 )
 def test_invalid_arguments_are_a_short_error_with_exit_code_2(

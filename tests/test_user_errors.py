@@ -129,7 +129,7 @@ def test_empty_prompt_starts_a_document(trained_run: Path, capsys: pytest.Captur
     assert generate.main([str(trained_run), "--prompt", "", "--max_new_tokens", "5"]) == 0
     assert capsys.readouterr().out.strip()
     for prompts in ([], ["--prompt", "", "--prompts_file", "x"]):
-        assert "one of --prompt and --prompts_file" in error_line(generate.main, [str(trained_run), *prompts], capsys)
+        assert "either --prompt or --prompts_file" in error_line(generate.main, [str(trained_run), *prompts], capsys)
 
 
 def test_prompts_file_is_read_as_utf8_with_any_line_ending(trained_run: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch
         with safe_open(path, framework="pt") as opened:
             assert not opened.get_tensor(name).any(), name
     assert errors
-    assert "another process has made it meanwhile" in errors[0]
+    assert "another process has created it in the meantime" in errors[0]
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
