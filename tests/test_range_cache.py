@@ -4,9 +4,13 @@ import errno
 import fcntl
 import logging
 import os
-from collections.abc import Iterator
+import random
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_fold
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
-from torchtrain.datasets import range_cache
+from torchtrain.datasets import data_folder, range_cache
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.object_store import open_file_system
@@ -59,9 +63,12 @@ def test_data_are_read_from_the_store_once(
         return take(make_loader(config, cache=cache), 12)
 
     monkeypatch.setattr(memory, "cat_file", count)
+    monkeypatch.setattr(data_folder, "_CONNECTIONS", 1)  # concurrent requests of neighbouring windows may overlap
     assert torch.equal(batches(), expected)
     first = len(requests)
     assert first == len(set(requests)) > 0
+    if kind == "tokens":  # not a file for each window
+        assert len(files_of(tmp_path / "cache")) == len({path for path, _ in requests})
     assert torch.equal(batches(), expected)
     assert len(requests) == first
     for file in Path(path).iterdir():
@@ -111,6 +118,60 @@ def test_size_is_limited_and_the_oldest_entries_are_removed(tmp_path: Path, monk
     assert missing[:100] == list(range(1, 101))
     RangeCache(tmp_path, 16 * ENTRY_BYTES).read("new", lambda: b"content")  # a lower limit
     assert len(files_of(tmp_path / "torchtrain-ranges")) <= 16
+
+
+def test_small_ranges_of_an_object_share_a_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(range_cache, "_SEGMENT_BLOCKS", 64)
+    content = random.Random(0).randbytes(150_001)  # segments of 64 x 1016 bytes: three
+    requests = list[tuple[int, int]]()
+
+    def fetch(start: int, end: int) -> bytes:
+        requests.append((start, end))
+        return content[start:end]
+
+    cache = RangeCache(tmp_path, 1 << 30)
+
+    def read(starts: Sequence[int], count: int = 2002) -> None:
+        for start in starts:
+            end = min(start + count, len(content))
+            assert cache.read_part("object", start, end, len(content), fetch) == content[start:end]
+
+    starts = random.Random(1).sample(range(0, len(content), 2000), 76)
+    read(starts[:10])
+    assert sum(end - start for start, end in requests) < 10 * (2002 + 2 * 1016)  # little more than what is used
+    assert sum(path.stat().st_blocks * 512 for path in files_of(tmp_path)) <= 10 * 3 * ENTRY_BYTES  # with holes
+    read(starts)
+    assert len(files_of(tmp_path)) == 3
+    assert sum(end - start for start, end in requests) < 1.5 * len(content)
+    requests.clear()
+    read(starts)
+    read([5, 70_000, 149_000], 1)
+    assert requests == []
+    with sorted(files_of(tmp_path))[0].open("r+b") as file:  # a damaged block is read again
+        file.seek(3 * 1024)
+        file.write(b"damaged")
+    read(starts)
+    assert [end - start for start, end in requests] == [1016]
+
+
+def test_no_thread_waits_while_entries_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = RangeCache(tmp_path, 64 * ENTRY_BYTES)
+    listing, listed = threading.Event(), threading.Event()
+
+    def remove_old() -> None:
+        listing.set()
+        assert listed.wait(30)
+
+    monkeypatch.setattr(cache, "_remove_old", remove_old)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(cache.read, "first", lambda: b"1")
+        assert listing.wait(30)
+        monkeypatch.setattr(cache, "_remove_old", Mock(side_effect=BlockingIOError))
+        try:
+            assert pool.submit(cache.read, "second", lambda: b"2").result(10) == b"2"
+        finally:
+            listed.set()
+        assert first.result(30) == b"1"
 
 
 def test_entries_that_are_too_large_or_would_wait_are_not_stored(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import fsspec
 import xxhash
 
-from torchtrain.datasets.range_cache import RangeCache, read_cached
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.files import (
@@ -246,8 +246,8 @@ class RemoteFolder(DataFolder):
         self.location = url.rstrip("/")
         self._option = option or "the folder"
         self._cache = cache
-        self._tags: dict[str, str] = {}
-        """Tag of each object in the last listing."""
+        self._listed: dict[str, tuple[int, str]] = {}
+        """Size and tag of each object in the last listing."""
         self._process = 0
         self._connect()
 
@@ -274,7 +274,7 @@ class RemoteFolder(DataFolder):
             entries = self._file_system.ls(self._path, detail=True)
             files = [entry for entry in entries if entry["type"] == "file" and entry["name"].strip("/") != self._path]
             by_name = {entry["name"].rpartition("/")[2]: entry for entry in files}
-            self._tags = {name: tag_of(entry) for name, entry in by_name.items()}
+            self._listed = {name: (entry["size"], tag_of(entry)) for name, entry in by_name.items()}
             return {name: entry["size"] for name, entry in by_name.items()}
 
         try:
@@ -305,8 +305,11 @@ class RemoteFolder(DataFolder):
 
     def _read_range(self, name: str, start: int, size: int) -> bytes:
         key, url = self._key(name), self._url(name)
-        fetch = functools.partial(read_range, self._file_system, key, url, start, start + size)
-        return read_cached(self._cache, url, self._tags.get(name, ""), start, start + size, fetch)
+        fetch = functools.partial(read_range, self._file_system, key, url)
+        end, (listed_size, tag) = start + size, self._listed.get(name, (0, ""))
+        if self._cache is None or not tag or end > listed_size:
+            return fetch(start, end)
+        return self._cache.read_part(f"{url}\0{tag}", start, end, listed_size, fetch)
 
     def hash_of(self, name: str) -> str:
         key, url = self._key(name), self._url(name)
