@@ -86,6 +86,21 @@ def test_errors_are_classified_by_code_and_status(error: Exception, expected: ty
         with_store_retries(request, "s3://bucket/a")
 
 
+@pytest.mark.parametrize("status", [404, 412])
+def test_reset_while_another_error_is_handled_is_retried(status: int) -> None:
+    failures: list[Exception] = [ConnectionResetError(errno.ECONNRESET, "reset")]
+
+    def request() -> bytes:
+        if failures:
+            raise failures.pop()
+        return b"content"
+
+    try:
+        raise translated(FileExistsError(), of_s3(status, "of an earlier request"))
+    except FileExistsError:
+        assert with_store_retries(request, "s3://bucket/a") == b"content"
+
+
 def test_slow_failures_are_not_retried_for_longer_than_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda pause: now.__setitem__(0, now[0] + pause))

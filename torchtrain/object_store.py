@@ -5,6 +5,7 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_CONNECTION_ST
 """
 
 import errno
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -153,6 +154,8 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
         StorageError: the last attempt failed with a transient error.
     """
     began = time.monotonic()
+    # The caller may be handling the error of an earlier request, which Python adds to the chain of each new error.
+    handled = sys.exc_info()[1]
     pauses = (*(PAUSES_SECONDS if pauses_seconds is None else pauses_seconds), None)
     for attempt, pause in enumerate(pauses, start=1):
         try:
@@ -160,7 +163,7 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
         except (*MISSING, FileExistsError, TorchtrainError):
             raise
         except Exception as error:  # each client has its own exception types
-            chain = _causes(error)
+            chain = _causes(error, handled)
             status = next(filter(None, map(_status, chain)), None)
             if status in (404, 412):  # which s3fs, but not every client, translates
                 kind = FileNotFoundError if status == 404 else FileExistsError
@@ -183,10 +186,10 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
     raise AssertionError
 
 
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
+def _causes(error: BaseException | None, handled: BaseException | None) -> list[BaseException]:
+    """The error, its cause, the cause of that, and so on, up to the error ``handled``, which is not a cause."""
     chain: list[BaseException] = []
-    while error is not None and error not in chain:
+    while error is not None and error is not handled and error not in chain:
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain
