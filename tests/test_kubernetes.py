@@ -6,6 +6,7 @@ import re
 import shlex
 import signal
 import time
+from contextlib import suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -166,7 +167,12 @@ class Cluster:
         self.pods.clear()
 
     def kill(self) -> None:
+        """Kill the pods with their ranks, which would survive their launcher."""
         for pod in self.pods:
+            for children in Path(f"/proc/{pod.pid}/task").glob("*/children"):
+                for rank in map(int, children.read_text().split()):
+                    with suppress(ProcessLookupError):  # it has just ended
+                        os.kill(rank, signal.SIGKILL)
             pod.kill()
             pod.join()
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,18 @@ def network() -> Iterator[None]:
         yield
     finally:
         for namespace in created:
+            kill_all_in(namespace)
             ip("netns", "del", namespace)
             shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
+
+
+def kill_all_in(namespace: str) -> None:
+    """Kill all processes in a network namespace."""
+    pids = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True).stdout
+    for pid in map(int, pids.split()):
+        with suppress(ProcessLookupError):  # it has just ended
+            os.kill(pid, signal.SIGKILL)
 
 
 class Pods:
@@ -116,9 +126,7 @@ class Pods:
 
     def lose(self, node: int) -> None:
         """Kill all processes of a pod at once and delete its disk."""
-        pids = subprocess.run(["ip", "netns", "pids", NAMES[node]], check=True, capture_output=True, text=True).stdout
-        for pid in map(int, pids.split()):
-            os.kill(pid, signal.SIGKILL)
+        kill_all_in(NAMES[node])
         self.processes[node].wait()
         shutil.rmtree(self.disks[node])
 
