@@ -500,6 +500,7 @@ def cpu_name() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", action="store_true", help="the set for one GPU of 80 GB or more")
+    parser.add_argument("--tiny", action="store_true", help="one short run on a CPU, to try the script")
     parser.add_argument("--only", nargs="+", default=[], metavar="GROUP", help="groups with one of these in their name")
     parser.add_argument("--processes", type=int, default=1, help="fresh processes of each entrant: each has some luck")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each process")
@@ -516,7 +517,8 @@ def main() -> None:
         return
     results: dict[str, Any] = {"machine": machine(arguments.gpu), "rows": []}
     print(json.dumps(results["machine"]))
-    for group in gpu_groups() if arguments.gpu else cpu_groups():
+    tiny = Group("tiny", (Entrant("ours", seq_len=32, batch_size=1, dtype="float32"),), 1)
+    for group in [tiny] if arguments.tiny else gpu_groups() if arguments.gpu else cpu_groups():
         if arguments.only and not any(word in group.name for word in arguments.only):
             continue
         rows = measure(group, arguments.processes, arguments.rounds, arguments.threads)

@@ -73,6 +73,12 @@ LISTED = {
     "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "run by .ci/run",
     "pytest -m slow": "takes minutes; run by hand",
     "pytest -m gpu": "needs a GPU",
+    "scripts/make_wheels.sh # with a network: wheels of the missing packages, 5 MB, for Python 3.12": (
+        "needs a package index"
+    ),
+    "scripts/first_hour.sh # on the GPU, with torch, transformers, sentencepiece, tiktoken, tensorboard and pytest": (
+        "needs a GPU; tests/test_first_hour.py has its dry run"
+    ),
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",

@@ -1,0 +1,237 @@
+"""Run what one GPU can prove in ten minutes, and write the results of each part when it ends.
+
+``scripts/first_hour.sh`` installs the missing packages and runs this script. The results are in the folder of the
+environment variable OUT: a file for each part, and ``summary.md``, which is written again after each part, so that a
+run that is cut short is a result, too. They are at most 8 files of at most 16 MiB. Each part has a time limit.
+``--dry-run`` runs the same parts with small models on a CPU.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHON = os.environ.get("PYTHON") or sys.executable
+MAX_BYTES = 16 << 20  # of a file of results
+STEPS = 15
+# The data and the tokenizer of the repository. Options that a config on clusters sets are set back.
+LOCAL_DATA = [
+    *("--data.name=", "--data.subset=", "--model.tokenizer_path=", "--lr_scheduler.warmup_steps=2"),
+    *("--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--metrics.no-enable_report"),
+]
+TINY = [
+    *("--model.shape.dim=64", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
+    *("--model.shape.ffn_dim=128", "--training.seq_len=64", "--training.local_batch_size=1", "--job.device=cpu"),
+]
+
+
+@dataclass
+class Part:
+    """Commands that run one after the other, until one fails or the time is over."""
+
+    name: str
+    limit_seconds: int
+    commands: list[list[str]]
+    keep: Callable[[Path], None] = lambda _: None
+    """Copies files of the part to the folder of the results."""
+    figures: Callable[[str], str] = lambda _: ""
+    """The cell of the summary, from the output of the part."""
+    result: str = field(default="not run", init=False)
+    seconds: float = field(default=0.0, init=False)
+    cell: str = field(default="", init=False)
+
+    def run(self, out: Path) -> None:
+        """Run the commands; their output is in ``out``."""
+        log, start = out / f"{self.name}.txt", time.monotonic()
+        self.result = "pass"
+        with log.open("w", encoding="utf-8") as file:
+            for command in self.commands:
+                print(f"$ {' '.join(command)}", file=file, flush=True)
+                rest = self.limit_seconds - (time.monotonic() - start)
+                self.result = execute(command, file, rest)
+                if self.result != "pass":
+                    print(f"{self.result}: {' '.join(command)}", file=file)
+                    break
+        self.seconds = time.monotonic() - start
+        output = log.read_text(encoding="utf-8", errors="replace")
+        try:
+            self.keep(out)
+            self.cell = self.figures(output)
+        except Exception as error:  # the results of a part that failed may be of any form
+            self.cell = f"no figures: {error!r}"
+        for file_path in out.iterdir():
+            if file_path.stat().st_size > MAX_BYTES:
+                shorten(file_path)
+
+
+def execute(command: list[str], output: Any, seconds: float) -> str:
+    """Run a command, with all processes that it starts; returns "pass", or why it failed."""
+    try:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    except OSError as error:
+        return f"FAIL ({error})"
+    try:
+        code = process.wait(max(1.0, seconds))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "FAIL (time limit)"
+    return "pass" if code == 0 else f"FAIL (exit code {code})"
+
+
+def shorten(path: Path) -> None:
+    """Keep the end of a text file that is too large; remove another file."""
+    if path.suffix == ".txt":
+        path.write_bytes(path.read_bytes()[-MAX_BYTES:])
+    else:
+        path.unlink()
+
+
+def summary(parts: list[Part], dry_run: bool) -> str:
+    lines = ["# First hour on a GPU" if not dry_run else "# Dry run on a CPU", ""]
+    lines += ["| part | result | seconds | figures |", "| --- | --- | ---: | --- |"]
+    lines += [f"| {part.name} | {part.result} | {part.seconds:.0f} | {part.cell} |" for part in parts]
+    return "\n".join(lines) + "\n"
+
+
+def module(name: str, *options: str) -> list[str]:
+    return [PYTHON, "-m", name, *options]
+
+
+def versions(dry_run: bool) -> Part:
+    commands = [] if dry_run else [["nvidia-smi"]]
+    commands.append(module("torch.utils.collect_env"))
+
+    def figures(output: str) -> str:
+        names = ("PyTorch version", "CUDA used to build PyTorch", "Nvidia driver version", "GPU 0", "Python version")
+        found = (re.search(rf"^{name}: (.*)$", output, re.MULTILINE) for name in names)
+        return ", ".join(f"{match[0]}" for match in found if match)
+
+    return Part("versions", 40, commands, figures=figures)
+
+
+def tests(dry_run: bool) -> Part:
+    files = sorted((ROOT / "tests").glob("test_*.py"))
+    marked = [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+    options = ["-p", "no:cacheprovider", "-mgpu", "-v", "-rA", "--durations=10", *marked]
+    # Without a GPU all would be skipped: that they are found is all there is to see.
+    command = module("pytest", *(["--collect-only", "-q"] if dry_run else []), *options)
+
+    def figures(output: str) -> str:
+        last = [line for line in output.splitlines() if re.search(r"\d (passed|failed|skipped)|tests? collected", line)]
+        return last[-1].strip("= ") if last else f"{output.count(' PASSED')} passed, {output.count(' FAILED')} failed"
+
+    return Part("tests", 200, [command], figures=figures)
+
+
+def configs(dry_run: bool, work: Path) -> Part:
+    """The debug model on the GPU and on a CPU, in float32 and with fingerprints; 1B compiled and not."""
+    debug = ["--job.config_file=train_configs/debug_model.toml", "--training.steps=10", "--metrics.log_freq=1"]
+    debug += ["--training.mixed_precision_param=float32", "--debug.fingerprint_steps", "1", "2"]
+    debug += [*LOCAL_DATA, *(TINY if dry_run else [])]
+    runs = {"debug_model": debug, "debug_model_cpu": [*debug, "--job.device=cpu"]}
+    pairs = [("debug_model", "debug_model_cpu")]
+    if not dry_run:
+        large = ["--job.config_file=train_configs/llama3_1b.toml", "--training.steps=10", "--metrics.log_freq=1"]
+        large += [*LOCAL_DATA, "--training.seq_len=2048", "--training.local_batch_size=2"]
+        large += ["--training.global_batch_size=4", "--model.vocab_size=128256"]
+        runs |= {"llama3_1b": large, "llama3_1b_eager": [*large, "--compile.no-enable"]}
+        pairs.append(("llama3_1b", "llama3_1b_eager"))
+    commands = []
+    for pair in pairs:
+        commands += [module("torchtrain.train", *runs[name], f"--job.dump_folder={work / name}") for name in pair]
+        commands.append(module("torchtrain.compare", *(str(work / name) for name in pair)))
+
+    def figures(output: str) -> str:
+        return "; ".join(line.strip() for line in output.splitlines() if line.startswith("  loss:"))
+
+    return Part("configs", 110, commands, figures=figures)
+
+
+def model_8b(dry_run: bool, work: Path, out: Path) -> Part:
+    """Four layers of 8B at 8,192 tokens, compiled, with a profile and a snapshot of the memory, and the estimate."""
+    folder = work / "8b"
+    model = ["--job.config_file=train_configs/llama3_8b.toml", *LOCAL_DATA]
+    model += ["--training.global_batch_size=1", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
+    model += [*TINY, "--compile.no-enable"] if dry_run else ["--model.shape.n_layers=4", "--model.vocab_size=128256"]
+    profile = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=10"]
+    commands = [
+        module("torchtrain.train", *model, *profile, f"--job.dump_folder={folder}"),
+        module("torchtrain.estimate", *model, "--estimate.world_size=1", "--estimate.json"),
+    ]
+
+    def keep(_: Path) -> None:
+        for trace in folder.glob("traces/*/*.trace.json.gz"):
+            shutil.copy(trace, out / "8b-trace.json.gz")
+        for snapshot in folder.glob("traces/*/*.pickle"):
+            with snapshot.open("rb") as source, gzip.open(out / "8b-memory.pickle.gz", "wb") as target:
+                shutil.copyfileobj(source, target)
+
+    def figures(output: str) -> str:
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        steps = [line for line in lines if "tokens_per_second" in line]
+        mfu = steps[-1]["mfu"]
+        measured = f"{steps[-1]['tokens_per_second']:,.0f} tokens/s, " + (f"MFU {mfu:.1%}, " if mfu else "")
+        measured += f"peak {max(line['memory_gib'] for line in steps):.2f} GiB"
+        begin = output.find("\n{\n")
+        if begin < 0:
+            return measured
+        planned, _ = json.JSONDecoder().raw_decode(output[begin + 1 :])
+        low, high = sorted(
+            steps[-1]["tokens_per_second"] * steps[-1]["step_seconds"] / s for s in planned["step_seconds_range"]
+        )
+        peak = planned["ranks"][0]["peak_active_gib"]
+        return f"{measured}; planned: {low:,.0f} to {high:,.0f} tokens/s, peak {peak:.2f} GiB"
+
+    return Part("8b", 110, commands, keep, figures)
+
+
+def benchmark(dry_run: bool, work: Path) -> Part:
+    which = ["--tiny", "--threads=1"] if dry_run else ["--gpu", "--only", "1B seq 2048 compiled"]
+    command = [PYTHON, "scripts/benchmark.py", *which, "--rounds=1", f"--output={work / 'benchmark.json'}"]
+
+    def figures(_: str) -> str:
+        rows = json.loads((work / "benchmark.json").read_text(encoding="utf-8"))["rows"]
+        return "; ".join(
+            f"{row['entrant']}: {row['tokens_per_second']:,.0f} tokens/s, {row['memory_gib']:.2f} GiB" for row in rows
+        )
+
+    return Part("benchmark", 100, [command], figures=figures)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts; returns 0 if all pass."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dry-run", action="store_true", help="small models, on a CPU")
+    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="names of parts")
+    arguments = parser.parse_args(argv)
+    dry_run: bool = arguments.dry_run
+    out = Path(os.environ.get("OUT") or ROOT / "outputs" / "first_hour")
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        parts = [versions(dry_run), tests(dry_run), configs(dry_run, work), model_8b(dry_run, work, out)]
+        parts.append(benchmark(dry_run, work))
+        for part in parts:
+            part.limit_seconds *= 10 if dry_run else 1  # it may be a busy machine
+            if not arguments.only or part.name in arguments.only:
+                part.run(out)
+                (out / "summary.md").write_text(summary(parts, dry_run), encoding="utf-8")
+                print(f"{part.name}: {part.result} in {part.seconds:.0f} s  {part.cell}", flush=True)
+    return 0 if all(part.result in ("pass", "not run") for part in parts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

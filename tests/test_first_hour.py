@@ -1,0 +1,62 @@
+"""scripts/first_hour.sh runs its parts on a CPU, and keeps the results of a run that is cut short."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import first_hour
+import pytest
+from first_hour import Part
+
+ROOT = Path(__file__).parent.parent
+PARTS = ["versions", "tests", "configs", "8b", "benchmark"]
+
+
+def test_dry_run_writes_the_results_of_each_part(forked_ranks: dict[str, str], tmp_path: Path) -> None:
+    environment = {"PYTHON": forked_ranks["PYTHON_EXEC"], "OUT": str(tmp_path), "WHEELS": "", "OMP_NUM_THREADS": "1"}
+    environment["PYTEST_ADDOPTS"] = "--assert=plain"  # the forked process has already imported modules of plugins
+    command = ["bash", "scripts/first_hour.sh", "--dry-run"]
+    result = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, text=True, capture_output=True)
+    summary = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert result.returncode == 0, summary + result.stderr
+    rows = {
+        name: (outcome, cell)
+        for name, outcome, cell in re.findall(r"^\| (\w+) \| (.*?) \| \d+ \| (.*) \|$", summary, re.M)
+    }
+    assert list(rows) == PARTS
+    assert {outcome for outcome, _ in rows.values()} == {"pass"}
+    assert "tests collected" in rows["tests"][1]
+    assert rows["configs"][1].startswith("loss: 0.0e+00 apart at most, at 10 steps")
+    assert re.fullmatch(r"[\d,]+ tokens/s, peak .* GiB; planned: .* tokens/s, peak .* GiB", rows["8b"][1])
+    assert "tokens/s" in rows["benchmark"][1]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "summary.md",
+        "8b-trace.json.gz",
+        *(f"{part}.txt" for part in PARTS),
+    }
+
+
+def test_a_part_ends_at_its_time_limit_or_at_a_command_that_fails(tmp_path: Path) -> None:
+    hanging = Part("hanging", 1, [["sh", "-c", "echo begun; sleep 60 & wait"], ["echo", "later"]])
+    failing = Part("failing", 9, [["sh", "-c", "exit 3"], ["echo", "later"]])
+    missing = Part("missing", 9, [["no-such-program"]], figures=lambda output: output[99])
+    for part in (hanging, failing, missing):
+        part.run(tmp_path)
+    assert hanging.result == "FAIL (time limit)"
+    assert hanging.seconds < 30
+    assert failing.result == "FAIL (exit code 3)"
+    assert missing.result.startswith("FAIL ([Errno 2]")
+    assert missing.cell.startswith("no figures: IndexError")
+    assert "begun" in (tmp_path / "hanging.txt").read_text()
+    for name in ("hanging", "failing"):
+        assert "$ echo later" not in (tmp_path / f"{name}.txt").read_text()
+    assert "| failing | FAIL (exit code 3) | 0 |  |" in first_hour.summary([hanging, failing], dry_run=False)
+
+
+def test_results_are_limited_in_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_hour, "MAX_BYTES", 10)
+    part = Part("long", 9, [["echo", "the last line"]], lambda out: (out / "trace.gz").write_bytes(bytes(11)))
+    part.run(tmp_path)
+    assert (tmp_path / "long.txt").read_text() == "last line\n"
+    assert not (tmp_path / "trace.gz").exists()
