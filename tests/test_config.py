@@ -238,6 +238,7 @@ def test_invalid_command_line_is_rejected(
     [
         (["--optimizer.lr=-1"], "optimizer.lr = -1.0 must be at least 0"),
         (["--comm.init_timeout_seconds", "9999999999"], "init_timeout_seconds = 9999999999 must be at most 1000000000"),
+        (["--job.data_cache_gib", "0.5"], "job.data_cache_gib = 0.5 must be at least 1"),
         (["--optimizer.eps", "0"], "optimizer.eps = 0.0 must be above 0"),
         (["--optimizer.beta2", "1"], "optimizer.beta2 = 1.0 must be at least 0 and under 1"),
         (["--training.max_norm", "nan"], "training.max_norm = nan must be above 0"),

@@ -174,9 +174,14 @@ def test_no_thread_waits_while_entries_are_listed(tmp_path: Path, monkeypatch: p
         assert first.result(30) == b"1"
 
 
-def test_entries_that_are_too_large_or_would_wait_are_not_stored(tmp_path: Path) -> None:
+def test_entries_that_are_too_large_or_would_wait_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("torchtrain"), "propagate", True)
     cache = RangeCache(tmp_path, 64 * ENTRY_BYTES)
-    assert cache.read("large", lambda: bytes(9 * ENTRY_BYTES)) == bytes(9 * ENTRY_BYTES)
+    for key in ("large", "too"):
+        assert cache.read(key, lambda: bytes(9 * ENTRY_BYTES)) == bytes(9 * ENTRY_BYTES)
+    assert [record.message.count("job.data_cache_gib is too low") for record in caplog.records] == [1]
     with open(tmp_path / "torchtrain-ranges/.lock", "w") as lock:  # another process removes entries
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cache.read("small", lambda: b"content") == b"content"
@@ -191,6 +196,15 @@ def test_damaged_entry_is_read_again(tmp_path: Path) -> None:
         entry.write_bytes(damaged)
         assert cache.read("key", lambda: b"content") == b"content"
         assert cache.read("key", lambda: pytest.fail("it is in the cache")) == b"content"
+
+
+def test_entries_of_another_user_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = RangeCache(tmp_path, 1 << 30)
+    cache.read("key", lambda: b"content")
+    cache.read_part("object", 0, 7, 7, lambda *_: b"content")
+    monkeypatch.setattr(os, "utime", Mock(side_effect=PermissionError))
+    assert cache.read("key", lambda: pytest.fail("it is in the cache")) == b"content"
+    assert cache.read_part("object", 0, 7, 7, lambda *_: pytest.fail("it is in the cache")) == b"content"
 
 
 def test_full_disk_ends_the_writing_only(

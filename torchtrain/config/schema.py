@@ -173,7 +173,7 @@ class JobSection(Section, name="job"):
     data_cache_folder: LocalPath = ""
     """Folder on a local disk that keeps what is read of data.path and validation.path by URL, for later epochs,
     validations and runs; the processes of a node share it. Empty: no cache."""
-    data_cache_gib: Annotated[float, ("be above 0", lambda value: value > 0)] = 100.0
+    data_cache_gib: Annotated[float, ("be at least 1", lambda value: value >= 1)] = 100.0
     """Maximum size of the cache in GiB; the entries that were not used for the longest time are removed."""
     stage: str = ""
     """Name of the stage that a resolved config is of; set by the trainer (docs/stages.md)."""

@@ -63,6 +63,7 @@ class RangeCache:
         self._unchecked_bytes = self._unchecked_limit_bytes  # earlier processes may have had a higher limit
         self._lock = threading.Lock()
         self._is_writable = True
+        self._has_warned = False
 
     def read(self, key: str, fetch: Callable[[], bytes]) -> bytes:
         """The content of the entry ``key``, or ``fetch()``, which is then stored.
@@ -76,7 +77,8 @@ class RangeCache:
             entry = path.read_bytes()
             content, digest = entry[:-_HASH_BYTES], entry[-_HASH_BYTES:]
             if xxhash.xxh3_128_digest(content) == digest:
-                os.utime(path)  # its last use
+                with suppress(OSError):  # of another user, or on a read-only disk
+                    os.utime(path)  # its last use
                 return content
         content = fetch()
 
@@ -135,6 +137,14 @@ class RangeCache:
         """Whether ``size`` bytes may be written; removes old entries first if necessary."""
         size = _size_on_disk(size)
         if size > self._unchecked_limit_bytes:
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "job.data_cache_gib is too low to keep ranges of %.0f MiB, which are read from the store again: "
+                    "raise it to %.3g",
+                    size / 2**20,
+                    size / self._unchecked_limit_bytes * self._limit_bytes / 2**30,
+                )
             return False
         with self._lock:
             if self._unchecked_bytes + size <= self._unchecked_limit_bytes:
@@ -181,7 +191,7 @@ def _read_blocks(path: Path, first: int, count: int) -> list[bytes | None]:
     try:
         with open(path, "rb", buffering=0) as file:
             records = os.pread(file.fileno(), count * _BLOCK_BYTES, first * _BLOCK_BYTES)
-            with suppress(OSError):  # for example a file of another user
+            with suppress(OSError):  # of another user, or on a read-only disk
                 os.utime(file.fileno())  # its last use
     except OSError:
         return [None] * count
