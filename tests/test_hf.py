@@ -9,9 +9,11 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -36,10 +38,12 @@ from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
 from torchtrain.checkpoint.hf.conversion import SourceWeights, convert
 from torchtrain.checkpoint.hf.export import NOTE, _origin, check_export, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_architecture, files_by_size, write_hf_config
+from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.inference.trained_model import load_model
 from torchtrain.logging import logger
@@ -826,7 +830,7 @@ def test_converted_checkpoint_has_the_sequence_length() -> None:
 
 
 def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.checkpoint.hf.export.broadcast_from_rank0", lambda ask, _: ask())
+    monkeypatch.setattr("torchtrain.checkpoint.hf.export.on_rank0", lambda ask, _: ask())
     saving = CheckpointConfig(enable=True, last_save_in_hf=True)
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), checkpoint=saving)
     for step in (2, 4):
@@ -840,3 +844,18 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
     for changes in ({"export_weights": "ema"}, {"export_dtype": "float32"}):
         changed: Any = replace(saving, **changes)
         assert needs_export(replace(config, checkpoint=changed), 2, group)
+
+
+def needs_export_from_slow_store() -> bool:
+    def read(*_: object) -> bytes:
+        time.sleep(6)
+        raise FileNotFoundError
+
+    config = JobConfig(checkpoint=CheckpointConfig(enable=True, folder="s3://bucket/checkpoint"))
+    group = new_gloo_group(timedelta(seconds=4))
+    with patch.object(ObjectStore, "read", read):
+        return needs_export(config, 2, group)
+
+
+def test_request_for_the_state_of_an_export_may_exceed_the_timeout_of_collectives(gloo: GlooPool) -> None:
+    assert gloo.run(2, needs_export_from_slow_store) == [True, True]

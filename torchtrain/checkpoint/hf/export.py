@@ -12,7 +12,7 @@ from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
 from torchtrain.config.schema import JobConfig
-from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.agreement import on_rank0
 from torchtrain.distributed.process_group import set_timeout
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, is_url, read_file, require_folder
@@ -39,7 +39,7 @@ def check_export(config: JobConfig, model: DecoderConfig) -> None:
 def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
     """Whether ``hf/`` is missing, or was exported from a checkpoint other than that of ``step``, or with other options.
 
-    Collective over ``group``.
+    Collective over ``group``, whose timeout it may exceed, because requests to a store are retried.
     """
 
     def is_outdated() -> bool:
@@ -52,7 +52,7 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
         except (*MISSING, ValueError):
             return True
 
-    return not config.checkpoint.enable or broadcast_from_rank0(is_outdated, group)
+    return not config.checkpoint.enable or on_rank0(is_outdated, group)
 
 
 def _origin(config: JobConfig, step: int) -> dict[str, str]:
