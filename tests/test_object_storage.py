@@ -470,6 +470,16 @@ def test_folder_that_is_being_copied_is_not_removed() -> None:
     assert 3 not in storage().steps()
 
 
+def test_folder_copied_by_a_user_is_kept_beside_a_save_of_its_step() -> None:
+    wait_for_saves(Run(storage()).train(1, 4))
+    saved = storage().folder_of(4)
+    copy_checkpoint("/0/run/checkpoint/step-4")
+    before = {name for name in objects() if name.startswith("step-4/")}
+    resume(0)
+    assert before <= objects()
+    assert storage().folder_of(4) == saved
+
+
 def test_copied_checkpoint_can_be_copied_again_after_its_deletion(monkeypatch: pytest.MonkeyPatch) -> None:
     wait_for_saves(Run(storage()).train(1, 4))
     copy_checkpoint("/copy/run/checkpoint/step-4")

@@ -13,7 +13,8 @@ generations from ``since`` on. When a start acquires the lease, ``since`` is the
 may just have completed a checkpoint. The start then lists everything once more, and stores the record again: with what
 it has found, and its own generation as ``since``. From then on no request of an older start has an effect, however late
 it arrives; and if the start is killed before that, the next one does it. Everything else of older starts is removed.
-Folders ``step-N`` without a generation, as somebody copies them from a local folder, count as well.
+Folders ``step-N`` without a generation, as somebody copies them from a local folder, count unless the run itself has
+saved that step, and are never removed as left-overs.
 """
 
 import errno
@@ -451,8 +452,9 @@ class ObjectStorage(CheckpointStorage):
                 continue
             if by:
                 self._committed.add(folder)
-            # The newest save of a step counts; a process was killed before it could mark the others.
-            if step in complete:
+            # The newest save of a step counts; a process was killed before it could mark the others. A folder without a
+            # generation is nobody's left-over: it counts if the run has not saved that step.
+            if step in complete and _generation(complete[step]):
                 left_over.append(complete[step])
             complete[step] = folder
         return _State(record, complete, aside, left_over)
