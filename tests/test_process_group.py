@@ -8,6 +8,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
@@ -33,9 +34,9 @@ from torchtrain.config.schema import (
     TrainingConfig,
 )
 from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
-from torchtrain.distributed.process_group import init_process_group, set_timeout
+from torchtrain.distributed.process_group import Rendezvous, init_process_group, set_timeout
 from torchtrain.environment import limit_error
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog
 from torchtrain.torch_internals import all_groups
 from torchtrain.trainer import Trainer
@@ -75,6 +76,41 @@ def test_missing_network_interface_raises_a_config_error(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"'lo,nosuch0' in the environment is not a network interface of .*, which "):
         init_process_group(torch.device("cpu"), 60)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("error", "found"),
+    [
+        (None, "0: 3"),
+        (StorageError("the store does not respond"), "74: the store does not respond"),
+        (ConfigError("access is denied"), "2: access is denied"),
+        (ValueError("a bug"), "2: ValueError('a bug')"),
+    ],
+)
+def test_result_or_error_of_rank_0_reaches_all_ranks_after_the_timeout(error: Exception | None, found: str) -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # documented
+    store.set_timeout(timedelta(seconds=0.1))
+
+    def on_rank0() -> int:
+        time.sleep(0.4)
+        if error is not None:
+            raise error
+        return 3
+
+    def agree(rank: int) -> str:
+        rendezvous = object.__new__(Rendezvous)
+        rendezvous.store, rendezvous.rank, rendezvous.size = store, rank, 3
+        try:
+            return f"0: {rendezvous.agree('key', on_rank0)}"
+        except TorchtrainError as raised:
+            return f"{raised.exit_code}: {raised}"
+        except ValueError as raised:
+            return f"ValueError: {raised}"
+
+    with ThreadPoolExecutor(3) as ranks:
+        first, *others = ranks.map(agree, range(3))
+    assert others == [found] * 2
+    assert first == ("ValueError: a bug" if isinstance(error, ValueError) else found)
 
 
 def limits_after(ranks: int, soft: int, hard: int) -> tuple[int, int]:

@@ -198,7 +198,7 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
 
     stages = resolve_stages(config, resolve_and_validate)
     rendezvous = Rendezvous(config.comm.init_timeout_seconds)
-    number = int(rendezvous.agree("first stage", lambda: str(_stage_to_begin(stages))))
+    number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
     opened = False
     with StopRequest(config.faults, since=rendezvous.created) as stop:
         while True:

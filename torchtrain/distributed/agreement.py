@@ -3,20 +3,27 @@
 A file system may show ranks different states at the same time, and may fail on only one rank.
 """
 
+import pickle
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from torchtrain.errors import TorchtrainError
+from torchtrain.errors import StorageError, TorchtrainError
 
 T = TypeVar("T")
 
 ROUND_SECONDS = 1.0  # between exchanges of ``on_all_ranks`` while a rank is busy
+STORE_WAIT_SECONDS = 3600.0  # for a result of rank 0 through a store; its requests to other services may be retried
+STORE_POLL_SECONDS = 1.0
+ERROR_READ_SECONDS = 10.0  # for which rank 0, which may host the store, waits until all ranks have read its error
 
 
 def broadcast_from_rank0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
@@ -68,6 +75,52 @@ def on_rank0(function: Callable[[], T], group: dist.ProcessGroup) -> T:
     """``broadcast_from_rank0`` for a function that may take longer than the timeout, as in ``on_all_ranks``."""
     result = on_all_ranks(lambda: _result_or_error(function) if dist.get_rank(group) == 0 else None, group)
     return broadcast_from_rank0(lambda: _unwrap(result), group)
+
+
+def broadcast_through_store(function: Callable[[], T], store: Any, key: str, rank: int, world_size: int) -> T:
+    """``broadcast_from_rank0`` before process-group initialization. Use each ``key`` once. Collective.
+
+    ``function`` may take longer than the timeout of the store.
+
+    Args:
+        store: the store of the rendezvous.
+
+    Raises:
+        TorchtrainError: on all ranks, if ``function`` fails.
+        StorageError: rank 0 has ended, or has no result after ``STORE_WAIT_SECONDS``.
+    """
+    own: Exception | None = None
+    result: Any = None
+    failure: _Failure | None = None
+    if rank == 0:
+        try:
+            result = function()
+        except Exception as error:
+            own, failure = error, _Failure.of(error)
+        store.set(key, pickle.dumps((result, failure)))
+        if failure is not None and world_size > 1:
+            with suppress(dist.DistError):  # another rank has ended
+                store.wait([f"{key}: error was read"], timedelta(seconds=ERROR_READ_SECONDS))
+    else:
+        try:
+            result, failure = pickle.loads(_wait_for_key(store, key))
+            if failure is not None and store.add(f"{key}: readers", 1) == world_size - 1:
+                store.set(f"{key}: error was read", "")
+        except dist.DistError as error:
+            raise StorageError(f"rank 0 cannot be reached: {str(error).splitlines()[0]}") from None
+    _raise_failure([failure], own)
+    return cast(T, result)
+
+
+def _wait_for_key(store: Any, key: str) -> bytes:
+    # Not store.wait, which Ctrl-C does not interrupt, and which logs a warning after each timeout.
+    began, pause = time.monotonic(), STORE_POLL_SECONDS / 64
+    while not store.check([key]):
+        if time.monotonic() - began > STORE_WAIT_SECONDS:
+            raise StorageError(f"rank 0 has sent no result for {STORE_WAIT_SECONDS:g} s")
+        time.sleep(pause)
+        pause = min(2 * pause, STORE_POLL_SECONDS)
+    return bytes(store.get(key))
 
 
 @dataclass(frozen=True)

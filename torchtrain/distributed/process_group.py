@@ -4,18 +4,21 @@ import os
 import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # documented
 from torch.distributed.rendezvous import rendezvous
 
+from torchtrain.distributed.agreement import broadcast_through_store
 from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
 from torchtrain.environment import require_ranks, require_threads
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.logging import logger
 from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
+
+T = TypeVar("T")
 
 LAST_BARRIER_SECONDS = 3600  # rank 0 may still upload metrics while the other ranks wait
 THREADS_PER_RANK = 32  # with several mesh dimensions: three per gloo group; data loader, saves, signals
@@ -112,11 +115,9 @@ class Rendezvous:
         self._groups += 1
         return PrefixStore(f"group {self._groups}", self.store)
 
-    def agree(self, key: str, function: Callable[[], str]) -> str:
-        """Broadcast the result of ``function`` on rank 0, between process groups. Use each ``key`` once. Collective."""
-        if self.rank == 0:
-            self.store.set(key, function())
-        return bytes(self.store.get(key)).decode()
+    def agree(self, key: str, function: Callable[[], T]) -> T:
+        """Broadcast the result of ``function`` on rank 0, between process groups: see ``broadcast_through_store``."""
+        return broadcast_through_store(function, self.store, key, self.rank, self.size)
 
 
 def init_process_group(device: torch.device, timeout_seconds: int, through: Rendezvous | None = None) -> None:
