@@ -20,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
 from torchtrain.datasets import data_folder, range_cache
 from torchtrain.datasets.range_cache import RangeCache
+from torchtrain.datasets.remote_files import find_remote_files
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.object_store import open_file_system
 from torchtrain.trainer import build_loaders
@@ -75,6 +76,28 @@ def test_data_are_read_from_the_store_once(
         memory.pipe_file(f"/data/{file.name}", file.read_bytes())  # another version, with the same size
     assert torch.equal(batches(), expected)
     assert len(requests) == 2 * first
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_object_that_is_overwritten_and_restored_is_not_cached(
+    kind: str, memory: MemoryFileSystem, tmp_path: Path
+) -> None:
+    cache = RangeCache(tmp_path, 1 << 30)
+    memory.pipe_file("/data/a.txt", b"right")
+    folder = data_folder.open_folder("memory://data", cache=cache)
+    assert folder.sizes() == {"a.txt": 5}
+    [file] = find_remote_files(["memory://data/a.txt"], "data.path", "data.path")
+
+    def read() -> bytes:
+        return file.open(cache).read() if kind == "text" else folder.read_ranges([("a.txt", 0, 5)])[0]
+
+    right = memory.store["/data/a.txt"]
+    memory.pipe_file("/data/a.txt", b"wrong")
+    assert read() == b"wrong"
+    memory.store["/data/a.txt"] = right  # with the same tag
+    assert read() == b"right"
+    memory.pipe_file("/data/a.txt", b"wrong")
+    assert read() == b"right"
 
 
 def test_training_and_validation_share_the_cache_of_the_config(

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,18 @@ def local_path(location: str) -> Path | None:
 def tag_of(info: dict[str, Any]) -> str:
     """The ETag in an entry of a listing, or what the provider has instead."""
     return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
+
+
+def has_tag(file_system: fsspec.AbstractFileSystem, path: str, tag: str) -> bool:
+    """Whether an object has the tag of a listing now; False also if the store does not answer."""
+    key, _, listed = tag.partition("=")
+    try:
+        value = file_system.info(path).get(key)
+    except Exception:  # each client has its own exception types
+        return False
+    # Listings of Azure have no quotes, and those of fsspec's memory have seconds for a date.
+    forms = (str(value).strip('"'), str(value.timestamp()) if isinstance(value, datetime) else None)
+    return listed.strip('"') in forms
 
 
 def read_range(file_system: fsspec.AbstractFileSystem, path: str, url: str, start: int, end: int) -> bytes:
@@ -309,7 +322,8 @@ class RemoteFolder(DataFolder):
         end, (listed_size, tag) = start + size, self._listed.get(name, (0, ""))
         if self._cache is None or not tag or end > listed_size:
             return fetch(start, end)
-        return self._cache.read_part(f"{url}\0{tag}", start, end, listed_size, fetch)
+        is_same = functools.partial(has_tag, self._file_system, key, tag)
+        return self._cache.read_part(f"{url}\0{tag}", start, end, listed_size, fetch, is_same)
 
     def hash_of(self, name: str) -> str:
         key, url = self._key(name), self._url(name)

@@ -28,21 +28,6 @@ _BLOCK_BYTES = _BLOCK_CONTENT_BYTES + 8
 _SEGMENT_BLOCKS = 2**16  # 64 MiB
 
 
-def read_cached(
-    cache: "RangeCache | None", url: str, tag: str, start: int, end: int, fetch: Callable[[], bytes]
-) -> bytes:
-    """The bytes of an object from one offset to another: those in the cache, or ``fetch()``.
-
-    Args:
-        cache: None: there is no cache.
-        url: the URL of the object.
-        tag: identifies its version; objects without one are not cached.
-        start, end: the range.
-        fetch: reads the range.
-    """
-    return cache.read(f"{url}\0{tag}\0{start}\0{end}", fetch) if cache is not None and tag else fetch()
-
-
 class RangeCache:
     """A folder of cached ranges.
 
@@ -63,14 +48,15 @@ class RangeCache:
         self._unchecked_bytes = self._unchecked_limit_bytes  # earlier processes may have had a higher limit
         self._lock = threading.Lock()
         self._is_writable = True
-        self._has_warned = False
+        self._warnings: set[str] = set()
 
-    def read(self, key: str, fetch: Callable[[], bytes]) -> bytes:
+    def read(self, key: str, fetch: Callable[[], bytes], is_same: Callable[[], bool] = lambda: True) -> bytes:
         """The content of the entry ``key``, or ``fetch()``, which is then stored.
 
         Args:
             key: identifies the object, its version and the range.
             fetch: reads the range.
+            is_same: whether the object still has that version; called after ``fetch``. If not, nothing is stored.
         """
         path = self._path(key)
         with suppress(OSError):
@@ -87,10 +73,18 @@ class RangeCache:
                 file.write(content)
                 file.write(xxhash.xxh3_128_digest(content))
 
-        self._store(path, len(content) + _HASH_BYTES, write)
+        self._store(path, len(content) + _HASH_BYTES, write, is_same)
         return content
 
-    def read_part(self, key: str, start: int, end: int, size: int, fetch: Callable[[int, int], bytes]) -> bytes:
+    def read_part(
+        self,
+        key: str,
+        start: int,
+        end: int,
+        size: int,
+        fetch: Callable[[int, int], bytes],
+        is_same: Callable[[], bool] = lambda: True,
+    ) -> bytes:
         """A small range of an object, from the blocks in the cache and one ``fetch`` of those that are missing.
 
         Args:
@@ -98,6 +92,7 @@ class RangeCache:
             start, end: the range.
             size: the number of bytes of the object.
             fetch: reads from one offset to another; what it returns is stored.
+            is_same: as for ``read``.
         """
         first, stop = start // _BLOCK_CONTENT_BYTES, -(-end // _BLOCK_CONTENT_BYTES)
         blocks: list[bytes] = []
@@ -114,7 +109,8 @@ class RangeCache:
                     content[at : at + _BLOCK_CONTENT_BYTES] for at in range(0, len(content), _BLOCK_CONTENT_BYTES)
                 ]
                 found[begin - wanted.start : over - wanted.start] = fetched
-                self._store(path, len(fetched) * _BLOCK_BYTES, partial(_write_blocks, path, begin - origin, fetched))
+                write = partial(_write_blocks, path, begin - origin, fetched)
+                self._store(path, len(fetched) * _BLOCK_BYTES, write, is_same)
             blocks += (content for content in found if content is not None)
         skipped = first * _BLOCK_CONTENT_BYTES
         return b"".join(blocks)[start - skipped : end - skipped]
@@ -123,9 +119,16 @@ class RangeCache:
         name = xxhash.xxh3_128_hexdigest(key.encode())
         return self._folder / name[:2] / name[2:]
 
-    def _store(self, path: Path, size: int, write: Callable[[], None]) -> None:
-        """Call ``write``, which writes ``size`` bytes to ``path``, if the cache has room for them."""
+    def _store(self, path: Path, size: int, write: Callable[[], None], is_same: Callable[[], bool]) -> None:
+        """Call ``write``, which writes ``size`` bytes to ``path``, if the cache has room and the object ``is_same``."""
         if self._is_writable and self._reserve(size):
+            if not is_same():
+                self._warn_once(
+                    "an object has another ETag than when the run began, or its store does not answer: "
+                    "its ranges are not kept in %s",
+                    self._folder,
+                )
+                return
             try:
                 path.parent.mkdir(exist_ok=True)
                 write()
@@ -133,18 +136,21 @@ class RangeCache:
                 self._is_writable = False
                 logger.warning("%s cannot be written, and is only read from now on: %s", self._folder, error)
 
+    def _warn_once(self, message: str, *arguments: object) -> None:
+        if message not in self._warnings:
+            self._warnings.add(message)
+            logger.warning(message, *arguments)
+
     def _reserve(self, size: int) -> bool:
         """Whether ``size`` bytes may be written; removes old entries first if necessary."""
         size = _size_on_disk(size)
         if size > self._unchecked_limit_bytes:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "job.data_cache_gib is too low to keep ranges of %.0f MiB, which are read from the store again: "
-                    "raise it to %.3g",
-                    size / 2**20,
-                    size / self._unchecked_limit_bytes * self._limit_bytes / 2**30,
-                )
+            self._warn_once(
+                "job.data_cache_gib is too low to keep ranges of %.0f MiB, which are read from the store again: "
+                "raise it to %.3g",
+                size / 2**20,
+                size / self._unchecked_limit_bytes * self._limit_bytes / 2**30,
+            )
             return False
         with self._lock:
             if self._unchecked_bytes + size <= self._unchecked_limit_bytes:

@@ -13,10 +13,10 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
-from torchtrain.datasets.data_folder import local_path, read_range, tag_of
+from torchtrain.datasets.data_folder import has_tag, local_path, read_range, tag_of
 from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
 from torchtrain.datasets.local_files import identity_of
-from torchtrain.datasets.range_cache import RangeCache, read_cached
+from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING
@@ -51,7 +51,10 @@ class RemoteFile:
     def _read(self, cache: RangeCache | None, start: int, end: int) -> bytes:
         file_system, _ = open_file_system(self.given_url, "the path")
         fetch = partial(read_range, file_system, self.path, self.url, start, end)
-        return read_cached(cache, self.url, self.tag, start, end, fetch)
+        if cache is None or not self.tag:
+            return fetch()
+        is_same = partial(has_tag, file_system, self.path, self.tag)
+        return cache.read(f"{self.url}\0{self.tag}\0{start}\0{end}", fetch, is_same)
 
 
 class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
