@@ -28,7 +28,7 @@ esac
 """
 PYTHON = f"""#!/bin/bash
 case "$1 $2" in
-  *checkpoint_storage*) ;;
+  *checkpoint_storage*) [ -z "$SILENT_STORE" ] || exit 74 ;;
   "-c "*) echo "$FOLDER"; echo "${{LOCATION:-$CHECKPOINTS}}"; exit ;;
 esac
 exec {sys.executable} "$@"
@@ -135,6 +135,18 @@ def test_progress_is_found_where_the_checkpoints_are(job: Job, tmp_path: Path) -
     assert job.run_step("1 40") == (0, True)
     assert "from checkpoint step 20" in job.output
     assert job.run_step("1") == (1, False)
+
+
+def test_silent_bucket_is_not_a_lack_of_progress(job: Job) -> None:
+    tries = job.run / "logs/7.tries"
+    job.environment |= {"LOCATION": "s3://bucket/run", "SILENT_STORE": "yes"}
+    assert job.run_step("1 20") == (0, True)
+    assert "from checkpoint step unknown" in job.output
+    assert tries.read_text() == "1\n"
+    assert job.run_step("0") == (0, False)
+    assert job.run_step("2") == (2, False)
+    tries.write_text("10\n")
+    assert job.run_step("137 40") == (137, False)
 
 
 def test_unavailable_dump_folder_is_retried(job: Job, tmp_path: Path) -> None:
