@@ -349,6 +349,19 @@ def test_a_rank_without_the_data_ends_all_ranks_with_one_message(
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
+@pytest.mark.parametrize("option", ["job.data_cache_folder", "job.dump_folder"])
+def test_a_rank_that_cannot_write_a_folder_ends_all_ranks_with_one_message(tmp_path: Path, option: str) -> None:
+    for rank in range(2):
+        (tmp_path / f"{rank}").mkdir()
+        write_jsonl(tmp_path / f"{rank}" / "text.jsonl", DOCUMENTS)
+    (tmp_path / "1/used").write_text("a file")
+    options = ("--data.path", "text.jsonl", f"--{option}", "used")
+    run = ForkedRun(tmp_path / "run", *options, hook=partial(own_folder, tmp_path))
+    assert run.wait() == [2, 2], run.output()
+    assert run.output().count("error:") == 1, run.output()
+    assert f"error: rank 1 on host {socket.gethostname()}: {option} = 'used' cannot be used: " in run.output()
+
+
 def broadcast_and_press_ctrl_c() -> float:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
     started = time.monotonic()

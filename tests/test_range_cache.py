@@ -17,6 +17,7 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 from fsspec.implementations.memory import MemoryFileSystem
 
+from torchtrain import trainer
 from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
 from torchtrain.datasets import data_folder, range_cache
 from torchtrain.datasets.range_cache import RangeCache
@@ -112,6 +113,7 @@ def test_training_and_validation_share_the_cache_of_the_config(
     )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(trainer, "on_all_ranks", lambda function, _: function())
     group: Any = None
     training, validation = build_loaders(config, TOKENIZER, ParallelDims(), torch.device("cpu"), group)
     monkeypatch.setattr(memory, "cat_file", lambda *_, **__: pytest.fail("its head, which is all, is in the cache"))

@@ -128,7 +128,7 @@ class Trainer:
         self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device, self.gloo_group)
         require_choice(as_given)
         # After the checks above, so that a rejected run leaves no folder behind.
-        require_folder(folder, f"job.dump_folder = {config.job.dump_folder!r}")
+        on_all_ranks(partial(require_folder, folder, f"job.dump_folder = {config.job.dump_folder!r}"), self.gloo_group)
         storage = checkpoint_storage(config)
         if config.checkpoint.enable:
             # Nodes may have different credentials.
@@ -608,7 +608,8 @@ def build_loaders(
     first_row = dims.batch_rank(rank()) * rows_per_part
     cache = None
     if config.job.data_cache_folder:
-        cache = RangeCache(config.job.data_cache_folder, config.job.data_cache_gib * 2**30)
+        job = config.job
+        cache = on_all_ranks(lambda: RangeCache(job.data_cache_folder, job.data_cache_gib * 2**30), group)
     open_loader = partial(
         build_dataloader,
         tokenizer=tokenizer,
