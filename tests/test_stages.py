@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.stages import has_stages, stage_configs, tokens_after
 from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
+from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.resolve import resolve_layout
@@ -557,6 +558,62 @@ def test_all_stages_are_checked_before_the_first(tmp_path: Path) -> None:
     file.write_text(BASE + THREE.replace("[stages.training]\n", backend, 1))
     with pytest.raises(ConfigError, match=r"stage 'long': training.attention_backend = 'cudnn' needs a GPU"):
         train_in_stages(parse(["--job.config_file", str(file), "--job.device", "cpu"]), pytest.fail)
+
+
+@dataclass
+class FakeTrainer:
+    """Trains a stage of ``BASE + THREE`` by calling ``action`` in its last step."""
+
+    config: JobConfig
+    stop: StopRequest
+    action: Callable[["FakeTrainer"], None]
+    gloo_group: None = None
+
+    def __post_init__(self) -> None:
+        self.step = {"main": 0, "long": 10, "decay": 18}[self.config.job.stage]
+
+    def train(self) -> int:
+        self.step = self.config.training.steps
+        self.action(self)
+        return StoppedError().exit_code if self.stop.agreed else 0
+
+
+def train_fake_stages(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    action: Callable[[FakeTrainer], None],
+    built: list[str],
+    options: str = "",
+) -> int:
+    """``train_in_stages`` without process groups, model and data; appends the name of each stage to ``built``."""
+
+    def build(config: JobConfig, _: Any, stop: StopRequest) -> Any:
+        built.append(config.job.stage)
+        return FakeTrainer(config, stop, action)
+
+    monkeypatch.setattr("torchtrain.stages.open_data_of_later_stages", lambda *_: None)
+    monkeypatch.setattr("torchtrain.stages.destroy_process_group", lambda: None)
+    monkeypatch.setattr("torchtrain.fault_tolerance.stop_request.all_reduce", lambda *_: None)
+    file = tmp_path / "staged.toml"
+    file.write_text(f'{BASE}{THREE}\n[job]\ndump_folder = "{tmp_path}"\n{options}')
+    return train_in_stages(parse(["--job.config_file", str(file), "--job.device", "cpu"]), build)
+
+
+@pytest.mark.parametrize("step", [4, 10])
+def test_stopped_stage_ends_the_run_if_torchrun_has_restarts_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, step: int
+) -> None:
+    """Within the first stage and after its last step; the exit code is then 0 as that of a finished stage."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+
+    def stop(trainer: FakeTrainer) -> None:
+        trainer.step, trainer.stop.agreed = step, True
+
+    built: list[str] = []
+    assert train_fake_stages(tmp_path, monkeypatch, stop, built) == 0
+    assert built == ["main"]
+    assert "the data of stage" not in caplog.text
 
 
 def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:

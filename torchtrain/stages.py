@@ -228,7 +228,8 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
             code, step = trainer.train(), trainer.step
             del trainer, built
             _release_memory(stage)
-            if code or number == len(stages) - 1:
+            # Not by the code, which is 0 of a stopped run, too, if torchrun has restarts left.
+            if stop.agreed or number == len(stages) - 1:
                 return code
             if step < stage.training.steps:
                 logger.warning(
