@@ -8,8 +8,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,12 +28,21 @@ from torchtrain.comparison.fingerprints import read as read_fingerprints
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.stages import has_stages, stage_configs, tokens_after
+from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.stages import _build_or_other_step, resolve_stages, stage_of_step, train_in_stages
+from torchtrain.stages import (
+    _build_or_other_step,
+    open_data_of_later_stages,
+    resolve_stages,
+    stage_of_step,
+    train_in_stages,
+)
 from torchtrain.trainer import Trainer
 
 MODEL = TINY
@@ -568,6 +578,7 @@ class FakeTrainer:
     stop: StopRequest
     action: Callable[["FakeTrainer"], None]
     gloo_group: None = None
+    metrics: Any = field(default_factory=SimpleNamespace)
 
     def __post_init__(self) -> None:
         self.step = {"main": 0, "long": 10, "decay": 18}[self.config.job.stage]
@@ -584,6 +595,7 @@ def train_fake_stages(
     action: Callable[[FakeTrainer], None],
     built: list[str],
     options: str = "",
+    open_data: Callable[..., None] = lambda *_: None,
 ) -> int:
     """``train_in_stages`` without process groups, model and data; appends the name of each stage to ``built``."""
 
@@ -591,7 +603,7 @@ def train_fake_stages(
         built.append(config.job.stage)
         return FakeTrainer(config, stop, action)
 
-    monkeypatch.setattr("torchtrain.stages.open_data_of_later_stages", lambda *_: None)
+    monkeypatch.setattr("torchtrain.stages.open_data_of_later_stages", open_data)
     monkeypatch.setattr("torchtrain.stages.destroy_process_group", lambda: None)
     monkeypatch.setattr("torchtrain.fault_tolerance.stop_request.all_reduce", lambda *_: None)
     file = tmp_path / "staged.toml"
@@ -614,6 +626,49 @@ def test_stopped_stage_ends_the_run_if_torchrun_has_restarts_left(
     assert train_fake_stages(tmp_path, monkeypatch, stop, built) == 0
     assert built == ["main"]
     assert "the data of stage" not in caplog.text
+
+
+STREAMED = BASE.replace("global_batch_size = 4", 'global_batch_size = "96, 128 at 1M"\ntokens = "2M"')
+FEWER_STREAMS = r"is streamed in 64 streams with training.global_batch_size = 128, and in 48 in the stage before"
+
+
+@pytest.mark.parametrize(
+    "source",
+    ['name = "org/texts"', 'path = "s3://a/b.jsonl"', 'path = "s3://a/*.parquet"', 'path = ["s3://a/b", "s3://a/c"]'],
+)
+def test_streams_of_all_stages_are_the_same_number(source: str) -> None:
+    with pytest.raises(ConfigError, match=FEWER_STREAMS):
+        resolved(f"{STREAMED}\n[data]\n{source}\n")
+    resolved(f"{STREAMED}\n[data]\n{source}\nstreams = 32\n")
+
+
+def trainer_of(config: JobConfig) -> Any:
+    """What ``open_data_of_later_stages`` uses of a trainer; its data are opened without a process group."""
+    tokenizer = load_tokenizer("")
+    context = SourceContext(section="data", tokenizer=tokenizer, readers=1)
+    loader = SimpleNamespace(sources=[open_source(source, context) for source in config.data.all])
+    return SimpleNamespace(dataloader=loader, validation_loaders={}, tokenizer=tokenizer, gloo_group=None)
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_streams_of_a_folder_by_url_are_checked_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
+) -> None:
+    monkeypatch.setattr("torchtrain.stages.on_rank0", lambda function, _: function())
+    (tmp_path / "text").mkdir()
+    text = write_jsonl(tmp_path / "text" / "a.jsonl", DOCUMENTS)
+    folder = Path(write_prepared(tmp_path / "prepared", text)) if is_prepared else tmp_path / "text"
+    stages = resolved(f'{STREAMED}\n[data]\npath = "{folder.as_uri()}"\n')
+    trainer = trainer_of(stages[0])
+    if is_prepared:
+        open_data_of_later_stages(stages, trainer)
+        return
+    with pytest.raises(ConfigError, match=FEWER_STREAMS):
+        open_data_of_later_stages(stages, trainer)
+    monkeypatch.setattr("torchtrain.stages.world_size", lambda: 3)  # divides 48 streams, but not 64
+    three = [replace(own, parallelism=replace(own.parallelism, data_parallel_shard_degree=3)) for own in stages]
+    with pytest.raises(ConfigError, match=r"stage 'batch 128 from 1M': .* data-parallel ranks, 3, must divide"):
+        open_data_of_later_stages(three, trainer)
 
 
 def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:

@@ -19,10 +19,12 @@ from torchtrain.config.parse import to_dict
 from torchtrain.config.schema import JobConfig, SourceConfig, flat
 from torchtrain.config.stages import nested, set_options, stage_configs
 from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps, with_decay_ratio
-from torchtrain.datasets.builtin_sources import open_source
-from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.builtin_sources import is_streamed, open_source
+from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.order import number_of_readers
+from torchtrain.datasets.packing import TextSource
 from torchtrain.distributed.agreement import on_rank0
+from torchtrain.distributed.mesh import resolve_parallel_dims
 from torchtrain.distributed.process_group import Rendezvous, destroy_process_group, pick_device, world_size
 from torchtrain.errors import CheckpointError, ConfigError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
@@ -30,6 +32,7 @@ from torchtrain.logging import logger
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.validate import check_streams
 from torchtrain.trainer import Trainer, resolve, validate, with_dataset_revisions
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
@@ -155,11 +158,13 @@ def _with_own_schedule(
     return replace(own, lr_scheduler=schedule, optimizer=optimizer)
 
 
-def _check_streams(configs: Sequence[JobConfig]) -> None:
+def _check_streams(configs: Sequence[JobConfig], is_streamed: Callable[[SourceConfig], bool] = is_streamed) -> None:
     """Raise ConfigError if data are streamed by another number of readers in another stage."""
     for before, own in itertools.pairwise(configs):
         old, new = (number_of_readers(of.data.streams, of.training.global_batch_size) for of in (before, own))
-        streamed = [source.name for source in before.data.all if source.name and not source.download]
+        streamed = [
+            source.name or ", ".join(source.paths) or source.type for source in before.data.all if is_streamed(source)
+        ]
         if streamed and old != new:
             raise ConfigError(
                 f"stage {own.job.stage!r}: {streamed[0]} is streamed in {new} streams with training.global_batch_size "
@@ -261,8 +266,16 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
 
     Raises:
         ConfigError, DataError: see ``build_dataloader``. The message names the stage.
+        ConfigError: data are streamed by another number of readers in another stage, or on several ranks; of URLs of
+            folders it is known only here whether they are streamed.
     """
-    known = {_key(source) for source in _sources(stages[0])}
+    loaders = [trainer.dataloader, *trainer.validation_loaders.values()]
+    opened = [source for loader in loaders for source in loader.sources]
+    known: dict[str, DataSource] = {_key(source): of for source, of in zip(_sources(stages[0]), opened, strict=True)}
+
+    def is_streamed_as_opened(source: SourceConfig) -> bool:
+        of = known.get(_key(source))
+        return is_streamed(source) if of is None else isinstance(of, TextSource) and not of.one_reader_per_row
 
     def open_on_rank0() -> None:
         for own in stages[1:]:
@@ -270,13 +283,17 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
             for source in _sources(own):
                 if _key(source) in known or source.source_type == "hub":
                     continue
-                known.add(_key(source))
                 context = SourceContext(
                     section=f"stage {own.job.stage!r}: data",
                     tokenizer=trainer.tokenizer,
                     verify_bytes=own.data.verify_gib * 2**30,
                 )
-                open_source(source, context)
+                known[_key(source)] = open_source(source, context)
+            try:
+                check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
+            except ConfigError as error:
+                raise ConfigError(f"stage {own.job.stage!r}: {error}") from None
+        _check_streams(stages, is_streamed_as_opened)
 
     on_rank0(open_on_rank0, trainer.gloo_group)
 

@@ -72,6 +72,19 @@ def with_revisions(config: Several, saved: SourcesConfig | None, key: str) -> Se
     return replace(pin(config, key), sources=sources)
 
 
+def is_streamed(source: SourceConfig) -> bool:
+    """Whether ``source`` is certain to be streamed.
+
+    Only opening it tells for other types (``TextSource.one_reader_per_row``), and for the URL of a folder, which may
+    contain prepared data.
+    """
+    if source.source_type == "hub":
+        return not source.download
+    if source.source_type != "files" or not any(map(is_url, source.paths)):
+        return False
+    return len(source.paths) > 1 or kind_of(source.paths[0])[0] != ""
+
+
 def label_of(source: SourceConfig, key: str) -> str:
     return f"{key}.name = {source.name!r} (subset {source.subset!r}, split {source.split!r})"
 

@@ -1,10 +1,12 @@
 """Validate the config against the device and the parallel layout, before process-group initialization."""
 
 import importlib.util
+from collections.abc import Callable
 
 import torch
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, SourceConfig
+from torchtrain.datasets.builtin_sources import is_streamed
 from torchtrain.datasets.order import number_of_readers
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
@@ -42,7 +44,7 @@ def check_layout(
         tokens //= parallelism.pipeline_parallel_microbatches
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
-    _check_streams(config, degrees)
+    check_streams(config, degrees)
     if config.float8.recipe != "none":
         if capability is None and device.type == "cuda":
             capability = torch.cuda.get_device_capability(device)
@@ -51,11 +53,13 @@ def check_layout(
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
 
-def _check_streams(config: JobConfig, degrees: ParallelDims) -> None:
-    """Check that the rows of each data stream are on one rank."""
+def check_streams(
+    config: JobConfig, degrees: ParallelDims, is_streamed: Callable[[SourceConfig], bool] = is_streamed
+) -> None:
+    """Check that the rows of each data stream are on one rank; raises ConfigError."""
     data, validation = config.data, config.validation
     sources = (*data.all, *(validation.all if validation.enable else ()))
-    streamed = [source.name for source in sources if source.name and not source.download]
+    streamed = [source.name or ", ".join(source.paths) or source.type for source in sources if is_streamed(source)]
     if not streamed:
         return
     global_batch_size = config.training.global_batch_size
