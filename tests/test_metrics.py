@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -19,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
 from torchtrain.metrics import stragglers
+from torchtrain.metrics.loss_by_source import LossBySource
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, format_line, peak_memory_gib
 from torchtrain.metrics.stragglers import StragglerWatch
@@ -65,6 +66,30 @@ def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_pat
     skip = next(line for line in lines if line.get("event") == "bad_step_skip")
     assert skip["loss"] is None
     assert lines[0]["ranks"] == 2
+
+
+def record_by_source_with_a_rollback(folder: str) -> None:
+    loss, unused = TokenLoss(torch.tensor(6.0), torch.tensor(2)), cast(Any, None)
+    by_source = LossBySource(["samples"], unused, dist.group.WORLD, torch.device("cpu"))
+    with recorder_in(folder, log_freq=4) as recorder:
+        recorder.step_metrics.append(by_source)
+
+        def record(step: int) -> None:
+            by_source.sums = torch.tensor([[6.0], [2.0]], dtype=torch.float64)
+            by_source.after_step(step, unused, loss, unused)
+            recorder.record(step, loss, torch.tensor(0.5), 1e-3)
+
+        for step in (1, 2, 3):
+            record(step)
+        recorder.restart(2)
+        for step in (3, 4):
+            record(step)
+
+
+def test_steps_before_a_rollback_are_not_in_the_loss_by_source(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(1, record_by_source_with_a_rollback, str(tmp_path))
+    lines = [line for line in read_metrics(tmp_path) if "event" not in line]
+    assert [(line["step"], line["source_tokens_samples"]) for line in lines] == [(1, 2), (4, 4)]
 
 
 def record_with_a_fake_clock(folder: str) -> None:

@@ -207,7 +207,7 @@ class Trainer:
         if config.metrics.enable_loss_by_source:
             by_source = LossBySource(source_labels(config.data), self.model.loss, mesh.loss.get_group(), device)
             self.train_step.hooks.append(by_source)
-            self.metrics.step_metrics.append(by_source.metrics)
+            self.metrics.step_metrics.append(by_source)
         if config.metrics.norms_freq:
             norms = NormsByLayer(self.model, config.metrics.norms_freq, self.metrics.record_values, self.gloo_group)
             self.train_step.hooks.append(norms)

@@ -38,7 +38,7 @@ class LossBySource(StepHook):
         self.sums = torch.zeros(2, len(labels), dtype=torch.float64, device=device)
         """Of this rank's rows in the last step: losses in nats, and tokens, by source."""
         self.sums_since_line = torch.zeros_like(self.sums)
-        """The same of all steps since the last call of ``metrics``, without losses that are not finite."""
+        """The same of all steps since the last call of ``metrics``; sources whose loss is not finite are left out."""
 
     def before_forward_backward(self, batch: Batch) -> None:
         assert batch.sources is not None
@@ -55,12 +55,17 @@ class LossBySource(StepHook):
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
         self.sums_since_line += torch.where(self.sums[0].isfinite(), self.sums, 0.0)
 
+    def restart(self) -> None:
+        """Forget the steps since the last call of ``metrics``, some of which a rollback has undone."""
+        self.sums_since_line = torch.zeros_like(self.sums)
+
     def metrics(self) -> dict[str, float]:
         """Mean loss and number of tokens by source since the last call, summed over all ranks. Collective.
 
         A source without tokens has no loss.
         """
-        sums, self.sums_since_line = self.sums_since_line, torch.zeros_like(self.sums)
+        sums = self.sums_since_line
+        self.restart()
         dist.all_reduce(sums, group=self.group)
         found: dict[str, float] = {}
         for label, loss, tokens in zip(self.labels, *sums.tolist(), strict=True):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,16 @@ def device_info(device: torch.device) -> dict[str, str]:
     return {"device": device.type, "device_name": name, "torch": torch.__version__, "code": code.hexdigest()}
 
 
+class StepMetrics(Protocol):
+    """More numbers for the lines of metrics, of the steps in a measurement interval (``MetricsRecorder.restart``)."""
+
+    def restart(self) -> None:
+        """Start a new interval."""
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of the interval up to this step. Called on all ranks at each line that is written."""
+
+
 @dataclass(eq=False)
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     """Collects metrics on each rank, reduces them over all ranks every ``log_freq`` steps, and writes on rank 0."""
@@ -76,8 +86,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
         self.stage_entry = {"stage": self.stage} if self.stage else {}
-        self.step_metrics: list[Callable[[], dict[str, float]]] = []
-        """Called on all ranks at each line that is written; they return more numbers of the step."""
+        self.step_metrics: list[StepMetrics] = []
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
@@ -159,7 +168,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             "step_seconds": step_seconds,
         }
         for metrics in self.step_metrics:
-            line |= metrics()
+            line |= metrics.metrics()
         if self.writers is not None:
             self.writers.write(line)
             logger.info("%s", format_line(line, self.last_step, colour=sys.stderr.isatty()))
@@ -201,6 +210,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.unwritten = None
         self.waiting_for_step = step
+        for metrics in self.step_metrics:
+            metrics.restart()
 
 
 def format_line(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
