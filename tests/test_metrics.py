@@ -19,11 +19,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
 from torchtrain.metrics import stragglers
+from torchtrain.metrics.history import Run
 from torchtrain.metrics.loss_by_source import LossBySource
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, format_line, peak_memory_gib
+from torchtrain.metrics.report import write_report
+from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.stragglers import StragglerWatch
-from torchtrain.metrics.writers import WeightsAndBiases, WriterContext, has_validation
+from torchtrain.metrics.writers import TensorBoard, WeightsAndBiases, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
@@ -90,6 +93,21 @@ def test_steps_before_a_rollback_are_not_in_the_loss_by_source(gloo: GlooPool, t
     gloo.run(1, record_by_source_with_a_rollback, str(tmp_path))
     lines = [line for line in read_metrics(tmp_path) if "event" not in line]
     assert [(line["step"], line["source_tokens_samples"]) for line in lines] == [(1, 2), (4, 4)]
+
+
+def test_source_named_samples_is_not_taken_for_generated_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generated = [{"prompt": "Once", "text": "upon a time"}]
+    line = {"step": 4, "source_loss_samples": 3.0, "validation_samples": generated}
+    TensorBoard(WriterContext(MetricsConfig(), tmp_path, CONFIG)).write(line)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("source/loss_samples")] == [(4, 3.0)]
+    monkeypatch.setattr("torchtrain.metrics.report.importlib.util.find_spec", lambda _: None)  # no curves
+    write_report(tmp_path, Run("run", [line], [], [], []), RunDescription("", [], {}), [], [])
+    report = (tmp_path / "report.md").read_text()
+    assert report.count("## Samples after step 4") == 1
+    assert "upon a time" in report
 
 
 def record_with_a_fake_clock(folder: str) -> None:

@@ -135,7 +135,7 @@ def write_report(
     else:
         lines += ["No curves: matplotlib is not installed (`pip install 'torchtrain[plot]'`).", ""]
     for line in [line for line in run.lines if "validation_samples" in line or "validation_ema_samples" in line][-1:]:
-        for name in (name for name in line if name.endswith("_samples")):
+        for name in (name for name in line if name.endswith("_samples") and isinstance(line[name], list)):
             weights = " with the averaged weights" if "ema" in name else ""
             lines += [f"## Samples after step {line['step']:,}{weights}", "", samples_as_markdown(line[name])]
     lines += ["## The run", "", f"`{description.title}`", "", *_table(description.rows), ""]

@@ -247,7 +247,7 @@ class TensorBoard(MetricsWriter):
         for name, value in values.items():
             self._add(Event(step=line["step"], summary=scalar(name, value)))  # type: ignore[no-untyped-call]
         for name, samples in line.items():
-            if name.endswith("_samples"):
+            if name.endswith("_samples") and isinstance(samples, list):  # not the loss of a source named samples
                 summary = text(name.replace("_", "/", 1), samples_as_markdown(samples))  # type: ignore[no-untyped-call]
                 self._add(Event(step=line["step"], summary=summary))
 
