@@ -19,6 +19,7 @@ import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from forked_run import CONFIG, TINY, ForkedRun, finish, logged_losses, read_metrics, same_tensors, saved_tensors
 
+import torchtrain.stages
 from torchtrain.checkpoint.resume_compatibility import (
     OtherStageError,
     check_resume_compatibility,
@@ -626,6 +627,43 @@ def test_stopped_stage_ends_the_run_if_torchrun_has_restarts_left(
     assert train_fake_stages(tmp_path, monkeypatch, stop, built) == 0
     assert built == ["main"]
     assert "the data of stage" not in caplog.text
+
+
+def test_signals_are_handled_only_after_setup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In later stages also during setup. The wall-clock limit counts from the beginning."""
+    handled: list[bool] = []
+
+    def note(*_: object) -> Any:
+        handled.append(signal.getsignal(signal.SIGTERM) != signal.SIG_DFL)
+
+    class Noting(list[str]):
+        def append(self, stage: str) -> None:
+            super().append(stage)
+            note()
+
+    resolve = torchtrain.stages.resolve_stages
+
+    def resolve_and_note(*arguments: Any) -> Any:
+        resolved_at.append(time.monotonic())
+        return resolve(*arguments)
+
+    resolved_at: list[float] = []
+    starts: list[float] = []
+    built = Noting()
+    monkeypatch.setattr("torchtrain.stages.resolve_stages", resolve_and_note)
+
+    def action(trainer: FakeTrainer) -> None:
+        starts.append(trainer.stop._clock_deadline - 60 * 1000)
+        note()
+
+    code = train_fake_stages(
+        tmp_path, monkeypatch, action, built, "[faults]\nwall_clock_limit_minutes = 1000\n", open_data=note
+    )
+    assert code == 0
+    assert built == ["main", "long", "decay"]
+    assert handled == [False, False, True, True, True, True, True]
+    assert starts[0] <= resolved_at[0]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 STREAMED = BASE.replace("global_batch_size = 4", 'global_batch_size = "96, 128 at 1M"\ntokens = "2M"')

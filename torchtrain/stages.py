@@ -7,6 +7,7 @@ but checkpoints passes from one to the next: each stage has its own process grou
 import gc
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -194,6 +195,8 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
 
     ``build`` makes the trainer of a stage.
     """
+    # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
+    stop = StopRequest(config.faults)
     device = pick_device(config.job.device)
 
     def resolve_and_validate(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
@@ -204,8 +207,8 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     stages = resolve_stages(config, resolve_and_validate)
     rendezvous = Rendezvous(config.comm.init_timeout_seconds)
     number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
-    opened = False
-    with StopRequest(config.faults, since=rendezvous.created) as stop:
+    is_set_up = False
+    with ExitStack() as handlers:
         while True:
             stage = stages[number]
             first = stages[number - 1].training.steps + 1 if number else 1
@@ -223,9 +226,11 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
             trainer = built
             if trainer.step < first - 1:
                 raise CheckpointError(f"the checkpoints of stage {stages[number - 1].job.stage!r} have disappeared")
-            if not opened and number + 1 < len(stages):
-                open_data_of_later_stages(stages[number:], trainer)
-            opened = True
+            if not is_set_up:
+                if number + 1 < len(stages):
+                    open_data_of_later_stages(stages[number:], trainer)
+                handlers.enter_context(stop)  # until here, a signal ends the process, as in a run without stages
+                is_set_up = True
             if stop.agree(trainer.gloo_group):  # everything is saved
                 logger.info("stopped as requested: before stage %r continues", stage.job.stage)
                 destroy_process_group()

@@ -1,7 +1,6 @@
 """Process-group initialization: the device of each rank, rendezvous, and timeouts."""
 
 import os
-import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -86,7 +85,6 @@ class Rendezvous:
     """
 
     def __init__(self, timeout_seconds: int) -> None:
-        self.created = time.monotonic()
         timeout = timedelta(seconds=timeout_seconds)
         env_int("RANK", 0)  # raises a ConfigError if RANK is not a number, before torch reads it
         raise_file_limit(world_size())

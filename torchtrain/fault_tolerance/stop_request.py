@@ -27,7 +27,8 @@ EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job
 class StopRequest:
     """Whether this rank was asked to stop, and when it must exit. A context manager, entered on the main thread.
 
-    Signals are handled from the first entry to the last exit; entries may be nested. A run in stages has one request
+    The wall-clock limit counts from the construction. Signals are handled from the first entry to the last exit;
+    entries may be nested. A run in stages has one request
     for all its trainers, so that a signal between two stages is not lost.
 
     The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is a request to stop, and so is the time ``stop_grace_seconds`` before
@@ -37,8 +38,7 @@ class StopRequest:
     interpreter writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
     """
 
-    def __init__(self, config: FaultsConfig, since: float | None = None) -> None:
-        """``since``: when the wall-clock limit began, in ``time.monotonic()`` seconds; None: now."""
+    def __init__(self, config: FaultsConfig) -> None:
         self.config = config
         self.signal_name: str | None = None
         self.agreed = False
@@ -47,7 +47,7 @@ class StopRequest:
         self._response = "stopping before the next step, with %.0f s for a save"
         self._entries = 0
         limit = config.wall_clock_limit_minutes
-        self._clock_deadline = (time.monotonic() if since is None else since) + 60 * limit if limit else float("inf")
+        self._clock_deadline = time.monotonic() + 60 * limit if limit else float("inf")
 
     def __enter__(self) -> "StopRequest":
         self._entries += 1
