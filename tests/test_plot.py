@@ -64,13 +64,21 @@ def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
 
 def test_plot_marks_stages_and_no_restart_between_them(tmp_path: Path) -> None:
     lines = [{"step": 0, "event": "start", "stage": "main"}, numbers(1, 8.0), numbers(2, 7.0)]
-    lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
+    lines += [{"step": 2, "event": "start", "stage": "long", "same_process": True}, numbers(3, 6.0)]
     lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
     run = read_run(write_run(tmp_path / "staged", lines))
     assert (run.borders, run.restarts) == ([(0, "main"), (2, "long")], [2])
     assert [line["stage"] for line in run.starts] == ["main", "long"]  # of the process, and of its restart
     figure = plot([run], tmp_path / "curves.png")
     assert [text.get_text() for text in figure.axes[0].texts] == [" main", " long"]
+
+
+def test_restart_at_the_border_of_two_stages_is_a_start(tmp_path: Path) -> None:
+    lines = [{"step": 0, "event": "start", "stage": "main"}, numbers(1, 8.0), numbers(2, 7.0)]
+    lines += [{"step": 2, "event": "start", "stage": "long"}, numbers(3, 6.0)]
+    run = read_run(write_run(tmp_path / "staged", lines))
+    assert (run.borders, run.restarts) == ([(0, "main"), (2, "long")], [2])
+    assert [line["stage"] for line in run.starts] == ["main", "long"]
 
 
 def test_folder_without_metrics_is_an_error(tmp_path: Path) -> None:

@@ -666,6 +666,12 @@ def test_signals_are_handled_only_after_setup(tmp_path: Path, monkeypatch: pytes
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_later_stages_of_a_process_are_marked_in_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    marks = []
+    train_fake_stages(tmp_path, monkeypatch, lambda trainer: marks.append(trainer.metrics.same_process), [])
+    assert marks == [False, True, True]
+
+
 STREAMED = BASE.replace("global_batch_size = 4", 'global_batch_size = "96, 128 at 1M"\ntokens = "2M"')
 FEWER_STREAMS = r"is streamed in 64 streams with training.global_batch_size = 128, and in 48 in the stage before"
 

@@ -207,7 +207,7 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     stages = resolve_stages(config, resolve_and_validate)
     rendezvous = Rendezvous(config.comm.init_timeout_seconds)
     number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
-    is_set_up = False
+    is_set_up = has_trained = False
     with ExitStack() as handlers:
         while True:
             stage = stages[number]
@@ -235,7 +235,9 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
                 logger.info("stopped as requested: before stage %r continues", stage.job.stage)
                 destroy_process_group()
                 return StoppedError().exit_code
+            trainer.metrics.same_process = has_trained
             code, step = trainer.train(), trainer.step
+            has_trained = True
             del trainer, built
             _release_memory(stage)
             # Not by the code, which is 0 of a stopped run, too, if torchrun has restarts left.

@@ -50,14 +50,13 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
             by_step.setdefault(line["step"], {}).update(line)
         elif event == "start":
             stage: Any = line.get("stage")
-            begins_stage = stage is not None and stage not in stages
-            if begins_stage:
-                stages[stage] = line["step"]
-            elif by_step:
-                restarts.append(line["step"])
-            if not begins_stage or not by_step:
+            if stage is not None:
+                stages.setdefault(stage, line["step"])
+            if not line.get("same_process"):
                 starts.append(line)
             if by_step:
+                if not line.get("same_process"):
+                    restarts.append(line["step"])
                 by_step = {step: own for step, own in by_step.items() if step <= line["step"]}  # later ones are left
         else:
             faults.append((line["step"], event))

@@ -82,6 +82,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     config_toml: str
     run: str  # id of the run
     description: Mapping[str, Any] = field(default_factory=dict)  # for the event "start"
+    same_process: bool = False  # whether this process has trained an earlier stage; for the event "start"
 
     def __post_init__(self) -> None:
         config, ranks = self.config, dist.get_world_size()
@@ -103,6 +104,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 started = {
                     "run": self.run,
                     **self.stage_entry,
+                    **({"same_process": True} if self.same_process else {}),
                     "ranks": dist.get_world_size(),
                     **device_info(self.device),
                     **self.description,
