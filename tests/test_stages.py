@@ -1,5 +1,6 @@
 """Runs in stages: configs of the stages, comparison with the chain of runs by hand, kills, and edits of a run."""
 
+import gc
 import os
 import re
 import shutil
@@ -7,12 +8,12 @@ import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ from torchtrain.config.stages import has_stages, stage_configs, tokens_after
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.tokenizers import load_tokenizer
-from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
+from torchtrain.errors import CheckpointError, ConfigError, DataError, FaultError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -713,6 +714,31 @@ def test_streams_of_a_folder_by_url_are_checked_when_it_is_opened(
     three = [replace(own, parallelism=replace(own.parallelism, data_parallel_shard_degree=3)) for own in stages]
     with pytest.raises(ConfigError, match=r"stage 'batch 128 from 1M': .* data-parallel ranks, 3, must divide"):
         open_data_of_later_stages(three, trainer)
+
+
+@pytest.mark.parametrize("error", [None, FaultError("not finite")])
+def test_garbage_is_collected_again_after_training(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
+    """Automatically, as in the construction of the next stage's trainer."""
+    for name in ("destroy_process_group", "warn_about_checkpoints"):
+        monkeypatch.setattr(f"torchtrain.trainer.{name}", lambda *_: None)
+    enabled = []
+
+    def run_steps() -> None:
+        enabled.append(gc.isenabled())
+        if error is not None:
+            raise error
+
+    trainer = MagicMock(step=0, run_steps=run_steps, is_between_stages=True)
+    trainer.config.training.steps = 1
+    trainer.stop.agreed = trainer.stop.agree.return_value = False
+    trainer.misses_validation.return_value = trainer.misses_export.return_value = False
+    try:
+        with nullcontext() if error is None else pytest.raises(FaultError):
+            assert Trainer.train(trainer) == 0
+        assert enabled == [False]
+        assert gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:

@@ -293,10 +293,13 @@ class Trainer:
             destroy_process_group()
             return 0
         gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
-        with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
-            if missed_validation:
-                self.validate(last=self.step == steps)
-            self.run_steps()
+        try:
+            with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
+                if missed_validation:
+                    self.validate(last=self.step == steps)
+                self.run_steps()
+        finally:
+            gc.enable()
         stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
         if self.is_between_stages:
             stopped = stopped or self.stop.agree(self.gloo_group)
