@@ -125,6 +125,7 @@ def versions(dry_run: bool) -> Part:
 def tests(dry_run: bool) -> Part:
     files = sorted((ROOT / "tests").glob("test_*.py"))
     marked = [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
+    marked.sort(key=lambda name: name.endswith("test_gpu.py"))  # last, because it takes the longest
     options = ["-p", "no:cacheprovider", "-mgpu", "-v", "-rA", "--durations=10", *marked]
     # Without a GPU all would be skipped: that they are found is all there is to see.
     command = module("pytest", *(["--collect-only", "-q"] if dry_run else []), *options)
