@@ -1,14 +1,19 @@
 """Tasks of lm-evaluation-harness in the loop: the scores of ``torchtrain.evaluate`` on the checkpoint."""
 
+from functools import partialmethod
 from pathlib import Path
+from unittest.mock import Mock
 
+import datasets
 import pytest
 from forked_command import checked_command, run_command
 from forked_run import read_metrics
 from test_evaluate import evaluate, skip_default_tasks, write_tasks
 
-from torchtrain.errors import ConfigError
+from torchtrain.config.schema import ValidationConfig
+from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.inference.samples import check_tasks
+from torchtrain.inference.tasks import load_tasks
 
 pytest.importorskip("lm_eval")
 
@@ -76,3 +81,31 @@ def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"need lm-evaluation-harness: pip install 'torchtrain\[eval\]'"):
         check_tasks()
+
+
+def test_tasks_that_cannot_be_scored_are_rejected_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
+    write_tasks(tmp_path)
+    choice = (tmp_path / "choice.yaml").read_text().replace("task: choice", "task: {}")
+    for name, change in (("unsafe", "unsafe_code: true"), ("pictures", "doc_to_image: [context]"), ("absent", "")):
+        (tmp_path / f"{name}.yaml").write_text(choice.replace("{}", name) + f"\n{change}\n")
+    absent = (tmp_path / "absent.yaml").read_text().replace("choices.jsonl", "absent.jsonl")
+    (tmp_path / "absent.yaml").write_text(absent)
+
+    def error_of(task: str) -> TorchtrainError:
+        with pytest.raises(TorchtrainError) as caught:
+            load_tasks(ValidationConfig(enable=True, path="text.txt", tasks=(task,), tasks_path=str(tmp_path)))
+        return caught.value
+
+    for task, problem in (("unsafe", "marked as unsafe"), ("pictures", "images or sound"), ("absent", "do not exist")):
+        error = error_of(task)
+        assert isinstance(error, ConfigError)
+        assert problem in str(error)
+    monkeypatch.setattr(TaskManager, "load", Mock(side_effect=datasets.exceptions.DatasetNotFoundError("no such data")))
+    assert isinstance(error_of("choice"), ConfigError)
+    monkeypatch.setattr(TaskManager, "load", Mock(side_effect=ConnectionError("Couldn't reach the Hub")))
+    assert isinstance(error_of("choice"), StorageError)

@@ -97,7 +97,7 @@ class Tasks:
         """Load the tasks and their data. Collective over ``group``.
 
         Raises:
-            ConfigError: there is no such task.
+            ConfigError: there is no such task, it is unsafe or not of text, or its data do not exist.
             StorageError: its data cannot be fetched.
         """
         self.config = config.validation
@@ -137,6 +137,7 @@ def metric_name(key: str) -> str:
 
 def load_tasks(config: ValidationConfig) -> Any:
     """The tasks of ``validation.tasks`` with their data, as the harness's ``simple_evaluate`` prepares them."""
+    from huggingface_hub.errors import LocalEntryNotFoundError  # without a network
     from lm_eval.tasks import TaskManager
 
     try:
@@ -149,11 +150,21 @@ def load_tasks(config: ValidationConfig) -> Any:
                     "lists all, and validation.tasks_path names a folder with tasks of your own"
                 )
             loaded = manager.load(list(config.tasks))
-    except OSError as error:  # a ConnectionError of the hub, or a file of the data
+    except OSError as error:  # of the hub, or a file of the data
+        if isinstance(error, FileNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise ConfigError(f"validation.tasks: the data of a task do not exist: {error}") from None
         raise StorageError(
             f"validation.tasks: the data of a task cannot be fetched: {error}. Start again with a network, or fetch "
             "them on a machine that has one into a folder that HF_HOME names on both"
         ) from None
+    for name, task in loaded["tasks"].items():  # otherwise the harness rejects them at the first validation
+        if getattr(task, "UNSAFE_CODE", False):
+            raise ConfigError(
+                f"validation.tasks: {name} is marked as unsafe, because it runs code that the model writes; score a "
+                "checkpoint with torchtrain.evaluate --confirm_run_unsafe_code"
+            )
+        if getattr(task, "MULTIMODAL", False):
+            raise ConfigError(f"validation.tasks: {name} has images or sound, and the model reads only text; remove it")
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
