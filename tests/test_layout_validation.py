@@ -289,6 +289,9 @@ def test_data_parallel_ranks_must_divide_the_number_of_streams() -> None:
     held_out = replace(config, data=DataConfig(streams=3), validation=ValidationConfig(enable=True, name="held-out"))
     with pytest.raises(ConfigError, match=r"held-out is streamed in 2 streams"):
         check_layout(held_out, cpu, ParallelDims(shard=4), LLAMA)
+    by_url = replace(config, data=DataConfig(path="s3://texts/*.jsonl", streams=3))
+    with pytest.raises(ConfigError, match=r"s3://texts/\*.jsonl is streamed in 2 streams"):
+        check_layout(by_url, cpu, ParallelDims(shard=4), LLAMA)
     for data in (DataConfig(path="texts", streams=3), replace(config.data, download=True)):
         check_layout(replace(config, data=data), cpu, ParallelDims(shard=4), LLAMA)
 
