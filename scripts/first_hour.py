@@ -111,8 +111,7 @@ def module(name: str, *options: str) -> list[str]:
 
 
 def versions(dry_run: bool) -> Part:
-    commands = [] if dry_run else [["nvidia-smi"]]
-    commands.append(module("torch.utils.collect_env"))
+    commands = [module("torch.utils.collect_env"), *([] if dry_run else [["nvidia-smi"]])]
 
     def figures(output: str) -> str:
         names = ("PyTorch version", "CUDA used to build PyTorch", "Nvidia driver version", "GPU 0", "Python version")

@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 wheels=${WHEELS-wheels}
 export PYTHONUNBUFFERED=1
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True} # as run_llama_train.sh does
 if [ -n "$wheels" ] && [ -d "$wheels" ]; then
   site=$(mktemp -d)
   trap 'rm -rf "$site"' EXIT
