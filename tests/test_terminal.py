@@ -1,6 +1,7 @@
 """What a run shows in a terminal of 80 and of 120 columns, and in a log file."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,8 @@ from torchtrain.metrics.run_description import _schedule, _source_rows, describe
 
 LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
 LABELS += ["compile", "checkpoints", "start"]
+RESULTS = ["time", "tokens", "loss", "checkpoints", "report", "next"]
+ROOT = Path(__file__).parent.parent
 PREPARE_IMPORTS = """
 import sys
 from torchtrain import train
@@ -156,6 +159,8 @@ def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monk
     assert run.wait() == [0, 0], terminal.close()
     screen = terminal.close()
     lines = screen[screen.index("results of run:") :].splitlines()
+    labels = [line[:15].strip() for line in lines[1:] if line[:15].strip()]
+    assert [label for label in labels if label != "validation"] == RESULTS
     assert max(map(len, lines)) <= 120
     metrics = read_metrics(Path("run"))
     steps = [line for line in metrics if "step_seconds" in line]
@@ -185,6 +190,17 @@ def test_commands_that_come_next_read_a_bucket_by_url() -> None:
         'python -m torchtrain.generate s3://my-bucket/my-run/checkpoint --prompt "..."',
         "python -m torchtrain.convert s3://my-bucket/my-run/checkpoint outputs/my-run_hf",
     ]
+
+
+def test_quickstart_shows_the_screens_of_a_default_run() -> None:
+    """Its description and its results have the rows of a run (tests above), in their order and columns."""
+    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    for head, labels in (("run debug_model: ", LABELS), ("results of debug_model:", RESULTS)):
+        (block,) = (block for block in blocks if re.search(rf"^[0-9:]+ {head}", block, re.MULTILINE))
+        rows = re.split(rf"^[0-9:]+ {head}.*\n", block, flags=re.MULTILINE)[1].splitlines()
+        assert [row[:15].strip() for row in rows if row[:15].strip()] == labels
+        assert all(row[14] == " " and row[15] != " " for row in rows)
 
 
 def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:
