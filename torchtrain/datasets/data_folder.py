@@ -122,10 +122,11 @@ def has_tag(file_system: fsspec.AbstractFileSystem, path: str, tag: str) -> bool
     """Whether an object has the tag of a listing now; False also if the store does not answer."""
     key, _, listed = tag.partition("=")
     try:
+        file_system.invalidate_cache()  # as not every client follows use_listings_cache
         value = file_system.info(path).get(key)
     except Exception:  # each client has its own exception types
         return False
-    # Listings of Azure have no quotes, and those of fsspec's memory have seconds for a date.
+    # Some listings of Azure have no quotes, and those of fsspec's memory have seconds for a date.
     forms = (str(value).strip('"'), str(value.timestamp()) if isinstance(value, datetime) else None)
     return listed.strip('"') in forms
 
