@@ -17,7 +17,7 @@ from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN = {  # every option, by kind and section
     Kind.HARMLESS: {
-        "job": "config_file dump_folder description device import stage",
+        "job": "config_file dump_folder description device import stage data_cache_folder data_cache_gib",
         "model": "shape.max_position_embeddings",
         "training": "steps gc_freq",
         "data": "revision prefetch verify_gib",
