@@ -569,9 +569,9 @@ def test_estimate_in_the_head_of_a_config_is_current(path: Path) -> None:
             "the product of the degrees must be the number of ranks, 6",
         ),
         (["--estimate.world_size", "8", "--parallelism.tensor_parallel_degree", "8"], "must divide the model's"),
-        (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or more"),
+        (["--estimate.world_size", "8", "--float8.recipe", "rowwise", "--estimate.gpu", "a100-80"], "8.9 or higher"),
         (["--estimate.world_size", "8", "--activation_checkpoint.mode", "memory_budget"], "lets the compiler choose"),
-        (["--estimate.world_size", "96", "--data.name", "org/texts"], "96 data-parallel ranks must divide that"),
+        (["--estimate.world_size", "96", "--data.name", "org/texts"], "number of data-parallel ranks, 96, must divide"),
         (
             ["--estimate.world_size", "8", "--estimate.search", "--estimate.json"],
             "cannot be combined with estimate.search",
