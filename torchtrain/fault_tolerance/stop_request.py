@@ -28,8 +28,8 @@ class StopRequest:
     """Whether this rank was asked to stop, and when it must exit. A context manager, entered on the main thread.
 
     The wall-clock limit counts from the construction. Signals are handled from the first entry to the last exit;
-    entries may be nested. A run in stages has one request
-    for all its trainers, so that a signal between two stages is not lost.
+    entries may be nested, because a run in stages has one request for all its trainers. So a signal between two stages
+    is not lost.
 
     The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is a request to stop, and so is the time ``stop_grace_seconds`` before
     the wall-clock limit. A second signal ends the process immediately.
