@@ -564,6 +564,20 @@ def test_data_of_later_stages_are_opened_before_the_first_step(tmp_path: Path, s
     assert not logged_losses(tmp_path)
 
 
+def test_tasks_of_later_stages_are_loaded_before_the_first_step(tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    file, held_out = tmp_path / "staged.toml", tmp_path / "held-out.txt"
+    held_out.write_text("some words")
+    validation = (
+        f'[stages.validation]\nenable = true\npath = "{held_out}"\ntasks = ["no_such_task"]\n[stages.training]\n'
+    )
+    file.write_text(BASE + THREE.replace("[stages.training]\n", validation, 1))
+    run = ForkedRun(tmp_path, "--job.config_file", str(file), ranks=1)
+    assert run.wait() == [ConfigError.exit_code], run.output()
+    assert "stage 'long': validation.tasks: no_such_task are no tasks" in run.output()
+    assert not logged_losses(tmp_path)
+
+
 def test_all_stages_are_checked_before_the_first(tmp_path: Path) -> None:
     file = tmp_path / "staged.toml"
     backend = '[stages.training]\nattention_backend = "cudnn"\n'

@@ -269,7 +269,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
     """Open and close the sources that only later stages read, so that missing data are an error at the start.
 
     ``stages``: that of ``trainer``, then the later ones. Files are converted where that is necessary, and datasets of
-    the Hugging Face hub are not downloaded. Collective.
+    the Hugging Face hub are not downloaded. So are the tasks of ``validation.tasks``. Collective.
 
     Raises:
         ConfigError, DataError: see ``build_dataloader``. The message names the stage.
@@ -297,6 +297,10 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
                 )
                 known[_key(source)] = open_source(source, context)
             try:
+                if own.validation.enable and own.validation.tasks:
+                    from torchtrain.inference.tasks import load_tasks  # of lm_eval, which is optional
+
+                    load_tasks(own.validation)
                 check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
             except ConfigError as error:
                 raise ConfigError(f"stage {own.job.stage!r}: {error}") from None
