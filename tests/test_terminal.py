@@ -220,7 +220,7 @@ def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
         *({"step": n, "tokens": 100 * n, "loss": 5.0 - n, **step} for n in (1, 2, 4)),
         {"step": 2, "event": "start", "time": 0.0},
         {"step": 3, "tokens": 300, "loss": None, **step},
-        {"step": 3, "validation_loss": 2.0, "validation_loss_code": 3.0},
+        {"step": 3, "validation_loss": 2.0, "validation_loss_task_a": 3.0, "validation_ema_task_a_loss": 0.25},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = summarize(read_run(tmp_path))
@@ -231,5 +231,6 @@ def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     ]
     assert rows[3:] == [
         ("validation", "loss 2.0000, the best 2.0000 after step 3"),
-        ("validation", "loss code 3.0000, the best 3.0000 after step 3"),
+        ("validation", "loss task a 3.0000, the best 3.0000 after step 3"),
+        ("tasks", "ema a loss 0.25 after step 3"),
     ]

@@ -1,6 +1,7 @@
 """What a run has reached: a summary in the log, and ``report.md`` with curves in the dump folder."""
 
 import importlib.util
+import re
 import shlex
 import time
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.writers import samples_as_markdown
 
 REPORT, CURVES = "report.md", "curves.png"
+# Names of validation metrics; what follows is the name of a source, or of a task and its score.
+LOSS = re.compile(r"validation_(ema_)?loss(_|$)")
+TASK = re.compile(r"validation_(ema_)?task_")
 
 
 def report_end(config: JobConfig, description: RunDescription, step: int, *, is_complete: bool) -> None:
@@ -60,14 +64,14 @@ def summarize(run: Run) -> list[tuple[str, str]]:
         rows.append(("loss", ", ".join(losses)))
     rows += sources_by_stage(run)
     names = dict.fromkeys(name for line in run.lines for name in line)
-    for name in (name for name in names if name.startswith("validation_") and "_loss" in name):
+    for name in (name for name in names if LOSS.match(name)):
         found = [(line["step"], line[name]) for line in run.lines if line.get(name) is not None]
         if found:
             at_best, best = min(found, key=lambda pair: pair[1])
             label = name.removeprefix("validation_").replace("_", " ")
             last_value = _number(found[-1][1])
             rows.append(("validation", f"{label} {last_value}, the best {_number(best)} after step {at_best:,}"))
-    for name in (name for name in names if name.startswith("validation_") and "task_" in name):
+    for name in (name for name in names if TASK.match(name)):
         step, value = next((line["step"], line[name]) for line in reversed(run.lines) if name in line)
         label = name.removeprefix("validation_").replace("task_", "", 1).replace("_", " ")
         rows.append(("tasks", f"{label} {'not finite' if value is None else f'{value:.4g}'} after step {step:,}"))
