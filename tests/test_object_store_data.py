@@ -252,6 +252,8 @@ def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> No
         make_loader(DataConfig(path="s3://bucket/column"))
     with pytest.raises(DataError, match="mixes URLs and local paths"):
         make_loader(DataConfig(path=("s3://bucket/column", "a.jsonl")))
+    with pytest.raises(DataError, match="mixes URLs of several file systems"):
+        make_loader(DataConfig(path=("s3://bucket/column", "file:///a.jsonl")))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -89,6 +89,8 @@ def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[Rem
     """
     if not all(map(is_url, paths)):
         raise DataError(f"{label} mixes URLs and local paths; put them into two tables [[data.sources]]")
+    if len({path.partition("://")[0].lower() for path in paths}) > 1:
+        raise DataError(f"{label} mixes URLs of several file systems; give each a table [[data.sources]]")
     files = list({file.url: file for path in paths for file in _find(path, label, option)}.values())
     if bad := [file.name for file in files if not kind_of(file.name)[0]]:
         raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
