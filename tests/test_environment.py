@@ -38,6 +38,10 @@ def test_cores_of_a_process_are_divided_once(
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK must be a number, and is 'x'"),
         ({"WORLD_SIZE": "2"}, "RANK must be a number, and is not set"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK = 2 must be less than the number of processes, 2"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "2"},
+            "OMPI_COMM_WORLD_RANK = 2 must be less than the number of processes, 2",
+        ),
         ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_PROCID must be a number, and is not set"),
     ],
 )

@@ -49,13 +49,14 @@ def process_share() -> tuple[int, int]:
             consecutive.
     """
     if os.environ.keys() & {"RANK", "WORLD_SIZE"}:
-        size = _number("WORLD_SIZE")
-        rank = _number("RANK", 0 if size == 1 else None)
+        variable, size = "RANK", _number("WORLD_SIZE")
+        rank = _number(variable, 0 if size == 1 else None)
     else:
-        variable, size = _tasks()
-        rank = _number(_RANKS[variable]) if size > 1 else 0
+        of_size, size = _tasks()
+        variable = _RANKS.get(of_size, "")
+        rank = _number(variable) if size > 1 else 0
     if rank >= size:
-        raise ConfigError(f"RANK = {rank} must be less than the number of processes, {size}")
+        raise ConfigError(f"{variable} = {rank} must be less than the number of processes, {size}")
     tasks = _number("SLURM_ARRAY_TASK_COUNT", 1)
     if tasks == 1:
         return rank, size
@@ -85,8 +86,8 @@ def cores_of_process() -> int:
 def _slurm_tasks_per_node() -> int:
     """The largest number of processes that srun started on a node, from "8" or "8(x2),4"; 1 if it is not known."""
     text = os.environ.get("SLURM_STEP_TASKS_PER_NODE", os.environ.get("SLURM_NTASKS_PER_NODE", ""))
-    counts = [int(part.partition("(")[0] or 0) for part in text.split(",")]
-    return max(1, *counts)
+    counts = [part.partition("(")[0] for part in text.split(",")]
+    return max(1, *(int(count) for count in counts if count.isdecimal()))
 
 
 def _number(variable: str, default: int | None = None) -> int:
