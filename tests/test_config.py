@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import tyro
 
+from torchtrain.config.help import toml
 from torchtrain.config.parse import RENAMED_KEYS, from_file, parse, to_toml
 from torchtrain.config.schema import LOCAL, JobConfig, TrainingConfig, rules_of
 from torchtrain.errors import ConfigError
@@ -351,3 +353,8 @@ def test_booleans_are_flags_or_true_and_false(words: list[str], expected: bool) 
 def test_other_values_of_booleans_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"compile.enable = 'on' must be true or false"):
         parse(["--compile.enable=on"])
+
+
+def test_values_in_the_help_are_valid_toml() -> None:
+    for value in (True, 3, 0.5, 'a "b" \\d', ("x", 'y"'), []):
+        assert tomli.loads(f"value = {toml(value)}")["value"] == (list(value) if isinstance(value, tuple) else value)

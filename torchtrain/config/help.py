@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import json
 import shutil
 import textwrap
 import types
@@ -33,7 +34,7 @@ def toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        return json.dumps(value, ensure_ascii=False)
     return f"[{', '.join(map(toml, value))}]" if isinstance(value, tuple | list) else str(value)
 
 
