@@ -166,12 +166,8 @@ class StandardLibrary:
         return open_standard_library()
 
 
-class StandardLibraryDocs:
+class StandardLibraryDocs(StandardLibrary):
     """data.type = "standard_library_docs": the docstrings of the Python standard library."""
-
-    @staticmethod
-    def ask_once(config: SourceConfig, context: SourceContext) -> None:  # noqa: ARG004
-        return None
 
     @staticmethod
     def open(config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG004
