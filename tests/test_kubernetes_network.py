@@ -2,18 +2,17 @@
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from forked_command import checked_command
 from forked_run import logged_losses
 from kubernetes_job import action_for, container_of, copy_image, manifests, pod_command
+from network_namespaces import ip, kill_all_in, network_namespaces
 from s3_server import S3Server
 
 SUBNET = "10.78.0"
@@ -27,52 +26,30 @@ SMALL = [
 ]
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 @pytest.fixture
 def network() -> Iterator[None]:
     """Two network namespaces on a bridge, in which the names of both pods resolve as in a headless Service."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip of iproute2")
-    created = []
-    try:
-        for namespace in NAMES:
-            result = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, text=True)
-            if result.returncode != 0:
-                pytest.skip(f"network namespaces are not available: {result.stderr}")
-            created.append(namespace)
-        ip("link", "add", BRIDGE, "type", "bridge")
-        ip("addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE)
-        ip("link", "set", BRIDGE, "up")
-        hosts = "".join(f"{SUBNET}.{node + 1} {name}.torchtrain {name}\n" for node, name in enumerate(NAMES))
-        for node, namespace in enumerate(NAMES):
-            outside = f"pod{node}"
-            ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", outside)
-            ip("link", "set", outside, "master", BRIDGE, "up")
-            ip("-n", namespace, "addr", "add", f"{SUBNET}.{node + 1}/24", "dev", "eth0")
-            ip("-n", namespace, "link", "set", "eth0", "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
-            # ip netns exec mounts this file at /etc/hosts.
-            file = Path("/etc/netns", namespace, "hosts")
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(f"127.0.0.1 localhost\n{hosts}")
-        yield
-    finally:
-        for namespace in created:
-            kill_all_in(namespace)
-            ip("netns", "del", namespace)
-            shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
-        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
-
-
-def kill_all_in(namespace: str) -> None:
-    """Kill all processes in a network namespace."""
-    pids = subprocess.run(["ip", "netns", "pids", namespace], check=True, capture_output=True, text=True).stdout
-    for pid in map(int, pids.split()):
-        with suppress(ProcessLookupError):  # it has just ended
-            os.kill(pid, signal.SIGKILL)
+    with network_namespaces(NAMES):
+        try:
+            ip("link", "add", BRIDGE, "type", "bridge")
+            ip("addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE)
+            ip("link", "set", BRIDGE, "up")
+            hosts = "".join(f"{SUBNET}.{node + 1} {name}.torchtrain {name}\n" for node, name in enumerate(NAMES))
+            for node, namespace in enumerate(NAMES):
+                outside = f"pod{node}"
+                ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", outside)
+                ip("link", "set", outside, "master", BRIDGE, "up")
+                ip("-n", namespace, "addr", "add", f"{SUBNET}.{node + 1}/24", "dev", "eth0")
+                ip("-n", namespace, "link", "set", "eth0", "up")
+                # ip netns exec mounts this file at /etc/hosts.
+                file = Path("/etc/netns", namespace, "hosts")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(f"127.0.0.1 localhost\n{hosts}")
+            yield
+        finally:
+            for namespace in NAMES:
+                shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
+            subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 
 class Pods:

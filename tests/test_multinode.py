@@ -1,7 +1,6 @@
 """Multi-node training: two torchrun agents with the c10d rendezvous, on loopback and in two network namespaces."""
 
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import pytest
 from forked_command import checked_command
 from forked_run import logged_losses
 from forkserver import free_port
+from network_namespaces import ip, network_namespaces
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = [
@@ -66,44 +66,16 @@ def test_two_agents_have_the_losses_of_one_process(forked_ranks: dict[str, str],
     assert logged_losses(tmp_path / "two") == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
 
 
-def ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True)
-
-
 @pytest.fixture
 def namespaces() -> Iterator[None]:
     """Two network namespaces, connected by a pair of veth devices."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the command ip of iproute2")
-    created = []
-    try:
-        for namespace in NAMESPACES:
-            result = subprocess.run(["ip", "netns", "add", namespace], capture_output=True, text=True)
-            if result.returncode != 0:
-                pytest.skip(f"network namespaces are not available: {result.stderr}")
-            created.append(namespace)
-        ip(
-            "link",
-            "add",
-            "veth0",
-            "netns",
-            NAMESPACES[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "veth1",
-            "netns",
-            NAMESPACES[1],
-        )
+    first, second = NAMESPACES
+    with network_namespaces(NAMESPACES):
+        ip("link", "add", "veth0", "netns", first, "type", "veth", "peer", "name", "veth1", "netns", second)
         for node, namespace in enumerate(NAMESPACES):
             ip("-n", namespace, "addr", "add", f"{address(node)}/24", "dev", f"veth{node}")
             ip("-n", namespace, "link", "set", f"veth{node}", "up")
-            ip("-n", namespace, "link", "set", "lo", "up")
         yield
-    finally:
-        for namespace in created:
-            ip("netns", "del", namespace)
 
 
 @pytest.mark.slow
