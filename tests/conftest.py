@@ -16,6 +16,7 @@ from forked_command import checked_command
 from forkserver import Server, free_port
 from gloo_pool import GlooPool
 from hub_server import Hub
+from s3_server import S3Server
 
 from torchtrain.config import registry
 from torchtrain.logging import logger
@@ -46,6 +47,15 @@ def gloo() -> Iterator[GlooPool]:
     pool = GlooPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[S3Server]:
+    """A local S3 server with an empty bucket named "bucket"."""
+    server = S3Server()
+    server.make_bucket("bucket")
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")

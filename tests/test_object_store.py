@@ -20,14 +20,6 @@ from torchtrain.object_store import PAUSES_SECONDS, with_store_retries
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    server.make_bucket("bucket")
-    yield server
-    server.stop()
-
-
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, also within the client, and only one attempt of its own."""
@@ -40,8 +32,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def proxy(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Faults]:
-    proxy = S3Faults(server.url, server.environment)
+def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Faults]:
+    proxy = S3Faults(s3_server.url, s3_server.environment)
     monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
     proxy.stop()

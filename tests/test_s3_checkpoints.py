@@ -27,18 +27,11 @@ STEPS = 4
 SHORT = ("--training.steps", str(STEPS))
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    server = S3Server()
-    yield server
-    server.stop()
-
-
 @pytest.fixture(autouse=True)
-def bucket(server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    for key, value in server.environment.items():
+def bucket(s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for key, value in s3_server.environment.items():
         monkeypatch.setenv(key, value)
-    return server.make_bucket(f"bucket-{abs(hash(tmp_path)) % 10**8}")
+    return s3_server.make_bucket(f"bucket-{abs(hash(tmp_path)) % 10**8}")
 
 
 def use_s3(environment: dict[str, str], slow: bool = False) -> Any:
@@ -67,15 +60,17 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_run_killed_in_s3_ends_like_one_in_a_folder(server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
+def test_run_killed_in_s3_ends_like_one_in_a_folder(
+    s3_server: S3Server, bucket: str, local: Path, tmp_path: Path
+) -> None:
     url = f"s3://{bucket}/run/checkpoint"
     options = (*SHORT, "--checkpoint.folder", url, "--metrics.enable_tensorboard")
-    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(use_s3, server.environment, slow=True))
+    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(use_s3, s3_server.environment, slow=True))
     # By its log: listing the bucket again and again would take the CPU of the server, which is in this process.
     killed.wait_for(lambda: f"saved {url}/step-2" in killed.output())
     killed.end()
     # On another machine, which shares nothing with the first.
-    output = finish(tmp_path / "empty", *options, hook=partial(use_s3, server.environment))
+    output = finish(tmp_path / "empty", *options, hook=partial(use_s3, s3_server.environment))
     assert f"resumed from {url}/step-2" in output
     assert f"start        resumes from {url}/step-2" in output
     assert not (tmp_path / "empty/checkpoint").exists()
@@ -87,25 +82,25 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(server: S3Server, bucket: st
     assert logged_losses(tmp_path / "empty") == logged_losses(local)
     assert "has no metrics: restored those in" in output
     assert len(list((tmp_path / "empty/tensorboard").iterdir())) == 2
-    folders = {name.split("/")[0] for name in server.objects(bucket, "run/checkpoint/")}
+    folders = {name.split("/")[0] for name in s3_server.objects(bucket, "run/checkpoint/")}
     assert folders == {*storage.names(), "lease"}  # nothing is left of the kill
 
     # Copied to a local folder, it resumes there; and the other way round.
-    for name, content in server.objects(bucket, f"run/checkpoint/{storage.folder_of(2)}/").items():
+    for name, content in s3_server.objects(bucket, f"run/checkpoint/{storage.folder_of(2)}/").items():
         (tmp_path / "copied/checkpoint/step-2").mkdir(parents=True, exist_ok=True)
         (tmp_path / "copied/checkpoint/step-2" / name).write_bytes(content)
     assert "resumed from" in finish(tmp_path / "copied", *SHORT)
     assert same_tensors(tensors_in(LocalStorage(str(tmp_path / "copied/checkpoint")), STEPS), expected)
     for file in (local / "checkpoint/step-2").iterdir():
-        server.upload(bucket, f"copied/step-2/{file.name}", file.read_bytes())
+        s3_server.upload(bucket, f"copied/step-2/{file.name}", file.read_bytes())
     options = (*SHORT, "--checkpoint.folder", f"s3://{bucket}/copied")
-    assert "resumed from" in finish(tmp_path / "up", *options, hook=partial(use_s3, server.environment))
+    assert "resumed from" in finish(tmp_path / "up", *options, hook=partial(use_s3, s3_server.environment))
     assert same_tensors(tensors_in(ObjectStorage(options[-1]), STEPS), expected)
 
 
 @pytest.fixture
-def proxy(server: S3Server) -> Iterator[S3Faults]:
-    proxy = S3Faults(server.url, server.environment)
+def proxy(s3_server: S3Server) -> Iterator[S3Faults]:
+    proxy = S3Faults(s3_server.url, s3_server.environment)
     yield proxy
     proxy.stop()
 
@@ -153,11 +148,14 @@ def test_store_that_does_not_respond_is_no_damage(proxy: S3Faults, bucket: str, 
     assert ObjectStorage(url).names() == [ObjectStorage(url).folder_of(2), ObjectStorage(url).folder_of(4)]
 
 
-def test_credentials_are_neither_logged_nor_stored(server: S3Server, bucket: str, tmp_path: Path) -> None:
+def test_credentials_are_neither_logged_nor_stored(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "AKIAKEYOFTHETEST", "AWS_SECRET_ACCESS_KEY": "secretofthetest"}
     options = ("--checkpoint.folder", f"s3://{bucket}/run", "--training.steps", "2")
-    output = finish(tmp_path, *options, hook=partial(use_s3, {**server.environment, **keys}), ranks=1)
-    stored = [*server.objects(bucket).values(), *(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())]
+    output = finish(tmp_path, *options, hook=partial(use_s3, {**s3_server.environment, **keys}), ranks=1)
+    stored = [
+        *s3_server.objects(bucket).values(),
+        *(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()),
+    ]
     for secret in keys.values():
         assert secret not in output
         assert not any(secret.encode() in content for content in stored)
@@ -179,11 +177,11 @@ def without_s3fs() -> None:
 
 @pytest.mark.parametrize("case", ["no bucket", "no credentials", "no package"])
 def test_storage_that_cannot_be_used_is_an_error_before_training(
-    case: str, server: S3Server, bucket: str, tmp_path: Path
+    case: str, s3_server: S3Server, bucket: str, tmp_path: Path
 ) -> None:
     hooks = {
-        "no bucket": (partial(use_s3, server.environment), "specified bucket does not exist"),
-        "no credentials": (partial(no_credentials, server.environment), "Unable to locate credentials"),
+        "no bucket": (partial(use_s3, s3_server.environment), "specified bucket does not exist"),
+        "no credentials": (partial(no_credentials, s3_server.environment), "Unable to locate credentials"),
         "no package": (without_s3fs, r"needs a package that is not installed: pip install 'torchtrain[s3]'"),
     }
     hook, message = hooks[case]
@@ -201,12 +199,12 @@ def use_tiny() -> None:
     patch("torchtrain.models.model_config.flavor_config", lambda *_: TINY).start()
 
 
-def test_commands_take_urls(server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
-    run = partial(checked_command, environment=server.environment, hook=use_tiny)
-    fails = partial(run_command, environment=server.environment, hook=use_tiny)
+def test_commands_take_urls(s3_server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
+    run = partial(checked_command, environment=s3_server.environment, hook=use_tiny)
+    fails = partial(run_command, environment=s3_server.environment, hook=use_tiny)
     url = f"s3://{bucket}/run"
     options = (*SHORT, "--checkpoint.folder", f"{url}/checkpoint", "--checkpoint.last_save_in_hf")
-    finish(tmp_path / "run", *options, hook=partial(use_s3, server.environment))
+    finish(tmp_path / "run", *options, hook=partial(use_s3, s3_server.environment))
     same = run("torchtrain.compare", url, str(local))
     assert "step 4: match, bitwise" in same.stdout
     assert "loss: 0.0e+00 apart at most, at 4 steps" in same.stdout
@@ -220,9 +218,9 @@ def test_commands_take_urls(server: S3Server, bucket: str, local: Path, tmp_path
     run("torchtrain.convert", str(local), str(tmp_path / "hf"))
     (weights,) = (tmp_path / "hf").glob("*.safetensors")
     exported = weights.read_bytes()
-    assert server.objects(bucket, "run/checkpoint/hf/")[weights.name] == exported
+    assert s3_server.objects(bucket, "run/checkpoint/hf/")[weights.name] == exported
     run("torchtrain.convert", url, f"s3://{bucket}/hf")
-    assert server.objects(bucket, "hf/")[weights.name] == exported
+    assert s3_server.objects(bucket, "hf/")[weights.name] == exported
     again = fails("torchtrain.convert", url, f"s3://{bucket}/hf")
     assert again.returncode == 2
     assert f"s3://{bucket}/hf exists; give a URL that does not" in again.stderr
@@ -235,7 +233,7 @@ def test_commands_take_urls(server: S3Server, bucket: str, local: Path, tmp_path
 
     # A new run from these weights.
     options = ("--checkpoint.initial_load_path", f"s3://{bucket}/weights", "--training.steps", "2")
-    output = finish(tmp_path / "new", *options, hook=partial(use_s3, server.environment))
+    output = finish(tmp_path / "new", *options, hook=partial(use_s3, s3_server.environment))
     assert f"starts from the weights in s3://{bucket}/weights" in output
 
 
