@@ -1,5 +1,6 @@
 """Data on object stores: the same batches as from local files, read by ranges; errors and retries."""
 
+import errno
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_fold
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import input_splits
 from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError, DataError, StorageError
@@ -278,3 +280,13 @@ def test_prepare_from_s3_to_s3_writes_the_same_bytes(
         prepare(SourceConfig(path=str(folder)), "data", "", output, processes=1)
     with pytest.raises(ConfigError, match=r"prepare.output = 's3://missing/out' cannot be written: there is no such"):
         prepare(SourceConfig(path=str(folder)), "data", "", "s3://missing/out", processes=1)
+
+
+def test_full_temporary_disk_is_not_reported_as_a_full_bucket(s3: S3Server) -> None:  # noqa: ARG001
+    folder = open_folder("s3://bucket/full", "prepare.output")
+    with (  # noqa: PT012
+        pytest.raises(DataError, match=r", which holds each file of s3://bucket/full until it is uploaded, is full"),
+        folder.write("shard") as file,
+    ):
+        file.write(b"tokens")
+        raise OSError(errno.ENOSPC, "No space left on device")

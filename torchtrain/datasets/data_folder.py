@@ -339,8 +339,16 @@ class RemoteFolder(DataFolder):
         key = self._key(name)
         # An upload from a file can be retried as a whole, and a killed process leaves no truncated object.
         with tempfile.NamedTemporaryFile() as file:
-            yield file
-            file.flush()
+            try:
+                yield file
+                file.flush()
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise DataError(
+                    f"{tempfile.gettempdir()}, which holds each file of {self.location} until it is uploaded, is full; "
+                    "free space there, or set TMPDIR to another disk"
+                ) from error
             with self._bucket_exists():
                 with_store_retries(lambda: self._file_system.put_file(file.name, key), self._url(name))
 
