@@ -71,7 +71,7 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
                 return token
         raise ConfigError(
             "the task has texts without a context, and the tokenizer has neither a BOS nor an EOS token to begin them "
-            "with: take a task with contexts, or set another tokenizer by tokenizer_path in --model_args"
+            "with: take a task with contexts, or another tokenizer (tokenizer_path)"
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
