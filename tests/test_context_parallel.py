@@ -1,5 +1,6 @@
 """Context-parallel attention equals attention on one rank, in values and gradients."""
 
+import fake_flash_attention
 import pytest
 import torch
 from gloo_pool import GlooPool
@@ -9,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.model import CausalAttention
+from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.context_parallel import (
     ContextParallelAttention,
     apply_context_parallel,
@@ -94,6 +96,41 @@ def _flash_settings() -> list[bool]:
 def test_context_parallelism_uses_the_flash_kernel_only_if_the_attention_backend_allows_it(gloo: GlooPool) -> None:
     """The flash kernel is called by name, so that disabling the backend alone has no effect on it."""
     assert gloo.run(1, _flash_settings) == [[True, False]]
+
+
+def _with_flash_attention_3(compiled: bool) -> tuple[list[tuple[Tensor, Tensor]], dict[str, int]]:
+    """As ``_context_parallel_attention``, in bfloat16 by FlashAttention 3; the reference is in float32."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    *qkv, grad, _ = full_inputs()
+    fake_flash_attention.install()
+    fake_flash_attention.calls.clear()
+    choose_attention_backend("fa3")
+    try:
+        local = [local_sequence(x, mesh, dim=2).bfloat16().requires_grad_() for x in qkv]
+        attention = ContextParallelAttention(mesh, flash=True)
+        if compiled:
+            attention.compile(fullgraph=True, dynamic=False)
+        with fake_flash_attention.on_cpus():
+            out = attention(*local)
+            out.backward(local_sequence(grad, mesh, dim=2).bfloat16())
+    finally:
+        choose_attention_backend("auto")
+    full = [x.bfloat16().float().requires_grad_() for x in qkv]
+    expected = CausalAttention()(*full)
+    expected.backward(grad.bfloat16().float())
+    pairs = [(out, expected), *((x.grad, y.grad) for x, y in zip(local, full, strict=True))]
+    found = [(a.detach().float(), local_sequence(b.detach(), mesh, dim=2)) for a, b in pairs if a is not None]
+    return found, dict(fake_flash_attention.calls)
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+def test_flash_attention_3_computes_context_parallel_attention(gloo: GlooPool, compiled: bool) -> None:
+    """PyTorch's own functions for FlashAttention 3 call the kernels of the package, which here compute on a CPU."""
+    for pairs, calls in gloo.run(2, _with_flash_attention_3, compiled):
+        assert calls == {"forward": 2, "backward": 2}  # of the two chunks of this rank's queries
+        assert len(pairs) == 4
+        for ours, expected in pairs:
+            torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from forked_run import same_tensors, saved_tensors
 
 from torchtrain.comparison.runs import RunFolder, compare_runs, open_run, relative
 from torchtrain.config.parse import parse
+from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.planning.request import resolve_gpu, resolve_model_config
 from torchtrain.planning.summary import estimate
@@ -65,6 +66,7 @@ KEEPS: dict[str, tuple[str, ...]] = {
 ON_CUDA_ONLY: dict[str, tuple[str, ...]] = {
     "cudnn attention": ("--training.attention_backend=cudnn",),
     "flash attention": ("--training.attention_backend=flash",),
+    "flash attention 3": ("--training.attention_backend=fa3",),
     "efficient attention": ("--training.attention_backend=efficient", "--model.shape.n_kv_heads=4"),  # has no groups
     "CPU offload": ("--training.enable_cpu_offload",),
     "pinned checkpoints": (
@@ -194,6 +196,9 @@ def test_option_trains_as_on_a_cpu_in_float32(device: str, compiled: bool, name:
     precision = "float32" if name == "float32" else "float8" if name.startswith("float8") else "bfloat16"
     if precision == "float8":
         pytest.importorskip("torchao")
+    if name == "flash attention 3":
+        pytest.importorskip("flash_attn_interface")
+    choose_attention_backend("auto")  # a run with "auto" keeps the choice of the process
     ours = runs.train(device, *OPTIONS[name], *(["--compile.enable"] if compiled else []))
     changed = [option for option in OPTIONS[name] if name in CHANGES or "n_kv_heads" in option]
     reference = runs.reference(*changed)

@@ -3,14 +3,15 @@
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import fake_cuda
+import fake_flash_attention
 import pytest
 import simulated_step
 import torch
@@ -26,7 +27,11 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers import ema
 from torchtrain.parallelisms import activation_checkpoint
-from torchtrain.parallelisms.attention_backend import attention_backend_name, without_cudnn_attention
+from torchtrain.parallelisms.attention_backend import (
+    attention_backend_name,
+    attention_for_generation,
+    choose_attention_backend,
+)
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.planning import simulation
 from torchtrain.trainer import TrainStep
@@ -310,8 +315,8 @@ def attention_kernels(dtype: torch.dtype, masked: bool, context: Any = nullconte
     return [name for name in names.called if "attention" in name]
 
 
-def attention_kernel_in_the_log(dtype: torch.dtype) -> str:
-    with FakeTensorMode():
+def attention_kernel_in_the_log(dtype: torch.dtype, context: Any = nullcontext) -> str:
+    with context(), FakeTensorMode():
         return attention_backend_name("auto", TINY, dtype, torch.device("cuda"))
 
 
@@ -375,7 +380,7 @@ def test_offloaded_ema_synchronizes_with_the_gpu_once_per_bucket(gpu: fake_cuda.
 def cudnn_in_generation() -> AbstractContextManager[Any]:
     stack = ExitStack()
     stack.enter_context(fake_cuda.cudnn())
-    stack.enter_context(without_cudnn_attention())
+    stack.enter_context(attention_for_generation())
     return stack
 
 
@@ -383,6 +388,42 @@ def test_generation_does_not_use_cudnn_attention(gpu: fake_cuda.Worker) -> None:
     assert gpu.run(attention_kernels, torch.bfloat16, True, fake_cuda.cudnn) == ["_scaled_dot_product_cudnn_attention"]
     kernels = gpu.run(attention_kernels, torch.bfloat16, True, cudnn_in_generation)
     assert kernels == ["_scaled_dot_product_efficient_attention"]
+
+
+@contextmanager
+def only(backend: str) -> Iterator[None]:
+    """The backend of ``training.attention_backend``, on a GPU with cuDNN."""
+    if backend == "fa3":
+        fake_flash_attention.install()
+    choose_attention_backend(backend)
+    try:
+        with fake_cuda.cudnn():
+            yield
+    finally:
+        choose_attention_backend("auto")
+
+
+@contextmanager
+def generation_with_only(backend: str) -> Iterator[None]:
+    with only(backend), attention_for_generation():
+        yield
+
+
+@pytest.mark.parametrize("backend", ["flash", "fa3", "cudnn", "efficient"])
+def test_generation_has_a_kernel_with_any_attention_backend(gpu: fake_cuda.Worker, backend: str) -> None:
+    kernels = gpu.run(attention_kernels, torch.bfloat16, True, partial(generation_with_only, backend))
+    assert kernels == ["_scaled_dot_product_efficient_attention"]
+    if backend in ("flash", "fa3"):  # the reference: without the context there is none
+        with pytest.raises(AssertionError, match="No viable backend"):
+            gpu.run(attention_kernels, torch.bfloat16, True, partial(only, backend))
+
+
+def test_flash_attention_3_is_chosen_and_logged(gpu: fake_cuda.Worker) -> None:
+    """It replaces the kernels of flash attention's operation, so that compiled blocks call it, too."""
+    kernels = gpu.run(attention_kernels, torch.bfloat16, False, partial(only, "fa3"))
+    assert kernels == ["_scaled_dot_product_flash_attention"]
+    assert gpu.run(attention_kernel_in_the_log, torch.bfloat16, partial(only, "fa3")) == "fa3"
+    assert gpu.run(attention_kernel_in_the_log, torch.bfloat16, partial(only, "flash")) == "flash"
 
 
 def test_device_to_host_synchronization_is_detected(gpu: fake_cuda.Worker) -> None:

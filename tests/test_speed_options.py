@@ -5,6 +5,7 @@ import os
 import runpy
 import shutil
 import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import fake_flash_attention
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +26,8 @@ from gloo_pool import GlooPool
 from parity import TINY, assert_same_run, build, config_of, full_weights, train, use_existing_process_group
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
+from torch.nn.attention._fa3 import register_flash_attention_fa3
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from torchtrain.config.schema import (
@@ -46,6 +50,7 @@ from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
+    attention_for_generation,
     check_attention_backend,
     choose_attention_backend,
 )
@@ -126,6 +131,84 @@ def test_attention_backend_is_selected_and_logged() -> None:
     with pytest.raises(ConfigError, match="'cudnn' needs a GPU; on CPU there are flash, math and auto"):
         check_attention_backend("cudnn", CPU)
     check_attention_backend("auto", CPU)
+
+
+def test_flash_attention_3_needs_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it was not installed
+    with pytest.raises(ConfigError, match=r"'fa3' needs the package flash_attn_3, .*in the folder hopper"):
+        choose_attention_backend("fa3")
+    assert current_flash_attention_impl() is None
+
+
+def test_flash_attention_3_needs_a_build_with_backward() -> None:
+    def register() -> None:
+        raise RuntimeError("Module 'flash_attn_interface' does not expose FA3 backward kernels")
+
+    register_flash_attention_impl("FA3", register_fn=register)
+    try:
+        with pytest.raises(ConfigError, match="does not expose FA3 backward kernels; install it from"):
+            choose_attention_backend("fa3")
+    finally:
+        register_flash_attention_impl("FA3", register_fn=register_flash_attention_fa3)
+
+
+def test_flash_attention_3_is_activated_until_another_backend_is_chosen() -> None:
+    fake_flash_attention.install()
+    try:
+        choose_attention_backend("fa3")
+        assert current_flash_attention_impl() == "FA3"
+        assert torch.backends.cuda.flash_sdp_enabled()
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        choose_attention_backend("flash")  # a later stage of the run
+        assert current_flash_attention_impl() is None
+        with attention_for_generation():  # has masks, which flash does not support on GPUs
+            assert torch.backends.cuda.math_sdp_enabled()
+            assert torch.backends.cuda.mem_efficient_sdp_enabled()
+        assert not torch.backends.cuda.math_sdp_enabled()
+        assert not torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        choose_attention_backend("auto")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_flash_attention_3_is_deterministic_if_the_run_is(deterministic: bool) -> None:
+    fake_flash_attention.install()
+    fake_flash_attention.calls.clear()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        choose_attention_backend("fa3")
+        q, k = (torch.ones(1, heads, 8, 64, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2))
+        with fake_flash_attention.on_cpus():
+            torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, is_causal=True)[0].sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        choose_attention_backend("auto")
+    assert list(fake_flash_attention.calls) == ["forward", "deterministic backward" if deterministic else "backward"]
+
+
+@pytest.mark.parametrize(
+    ("sections", "shape", "capability", "message"),
+    [
+        ({}, {}, (8, 0), r"needs a GPU of compute capability 9.0 \(Hopper\), and this one has 8.0; set 'auto'"),
+        ({}, {}, (10, 0), "and this one has 10.0"),
+        ({"training": {"mixed_precision_param": "float32"}}, {}, HOPPER, "no kernel for float32"),
+        ({"data": {"document_mask": True}}, {}, HOPPER, "no kernel for data.document_mask = true"),
+        ({}, {"head_dim": 20}, HOPPER, "heads of a multiple of 8 channels, at most 256, not 20"),
+        ({}, {"head_dim": 264}, HOPPER, "heads of a multiple of 8 channels, at most 256, not 264"),
+        ({"training": {"deterministic": True}}, {"head_dim": 200}, HOPPER, "no deterministic backward .* have 200"),
+    ],
+)
+def test_flash_attention_3_is_rejected_where_it_has_no_kernel(
+    sections: dict[str, Any], shape: dict[str, Any], capability: tuple[int, int], message: str
+) -> None:
+    def check(sections: dict[str, Any], shape: dict[str, Any], capability: tuple[int, int]) -> None:
+        training = {"attention_backend": "fa3", **BFLOAT16, **sections.get("training", {})}
+        config, gpu = config_of(**{**sections, "training": training}), torch.device("cuda", 0)
+        validate.check_layout(config, gpu, ParallelDims(), replace(TINY, **shape), capability)
+
+    check({}, {}, HOPPER)
+    with pytest.raises(ConfigError, match=message):
+        check(sections, shape, capability)
 
 
 def attention_and_gradients(attention: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:

@@ -57,16 +57,18 @@ C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(CUDAHooksRegistry, "CUDAHooks", c10::REGI
 
 bool has_cudnn = false;
 
-// The kernel of scaled_dot_product_attention: 0 math, 1 flash, 2 memory-efficient, 3 cuDNN (at::SDPBackend). It follows
-// sdp_utils.cpp: an H100 with cuDNN above 9.15 uses cuDNN for 16-bit dtypes, also with a mask, but not in deterministic
-// mode. Otherwise flash needs a 16-bit dtype and no mask, and the memory-efficient kernel has no grouped heads.
+// The kernel of scaled_dot_product_attention: -1 none, 0 math, 1 flash, 2 memory-efficient, 3 cuDNN (at::SDPBackend). It
+// follows sdp_utils.cpp: an H100 with cuDNN above 9.15 uses cuDNN for 16-bit dtypes, also with a mask, but not in
+// deterministic mode. Otherwise flash needs a 16-bit dtype and no mask, and the memory-efficient kernel has no grouped
+// heads.
 int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const at::Tensor&,
                          const std::optional<at::Tensor>& mask, double, bool, std::optional<double>, bool) {
   const bool half = query.scalar_type() == at::kBFloat16 || query.scalar_type() == at::kHalf;
   const auto& context = at::globalContext();
   if (half && has_cudnn && context.userEnabledCuDNNSDP() && !context.deterministicAlgorithms()) return 3;
-  if (half && !mask.has_value()) return 1;
-  return query.size(1) == key.size(1) ? 2 : 0;
+  if (half && !mask.has_value() && context.userEnabledFlashSDP()) return 1;
+  if (query.size(1) == key.size(1) && context.userEnabledMemEfficientSDP()) return 2;
+  return context.userEnabledMathSDP() ? 0 : -1;
 }
 
 extern "C" void set_cudnn(bool present) { has_cudnn = present; }

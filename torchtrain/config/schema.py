@@ -436,9 +436,11 @@ class TrainingConfig(Section, name="training"):
     z_loss_weight: NotNegative = 0.0
     """Weight of the z-loss, the mean of log(Z)^2 over tokens, which keeps the softmax normalizer Z of the logits near
     1; PaLM uses 1e-4. It is added to the loss for backward, but not to the loss that is logged."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Backend of scaled_dot_product_attention. auto: PyTorch's choice (on an H100 cuDNN, if newer than 9.15); on a CPU
-    in bfloat16 its flash kernel with a faster backward. The log names the kernel in use."""
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "efficient", "math"] = "auto"
+    """Backend of scaled_dot_product_attention. auto: PyTorch's choice (on an H100 cuDNN, if newer than 9.15; with
+    context parallelism flash); on a CPU in bfloat16 its flash kernel with a faster backward. flash: FlashAttention 2,
+    which PyTorch contains. fa3: FlashAttention 3, for Hopper GPUs, also with context parallelism; it must be installed.
+    The log names the kernel in use."""
     enable_cpu_offload: bool = False
     """Offload parameters, gradients and optimizer states to CPU memory (CUDA only)."""
     deterministic: bool = False

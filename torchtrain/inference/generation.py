@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtrain.models.spec import Decoder
-from torchtrain.parallelisms.attention_backend import without_cudnn_attention
+from torchtrain.parallelisms.attention_backend import attention_for_generation
 
 PROBABILITY_UNITS = 2**52  # probabilities are integers with at most this sum, so that float64 sums are exact
 
@@ -104,7 +104,7 @@ def generate(
             visible = (keys <= queries) & ((keys >= padding[:, None, None]) | (keys == queries))  # (bs, seq, end)
             # Prompts that have ended may exceed the RoPE tables; their tokens are discarded.
             positions = (indices[start:end] - padding[:, None]).clamp(0, max_seq_len - 1)  # (bs, seq)
-            with without_cudnn_attention():  # cuDNN builds a plan for each number of keys
+            with attention_for_generation():
                 logits = model(tokens, positions, visible[:, None])[:, -1]  # (bs, vocab)
             if isinstance(logits, DTensor):
                 logits = logits.full_tensor()

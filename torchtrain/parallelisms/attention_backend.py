@@ -4,13 +4,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.nn.attention import SDPBackend
+from torch.nn.attention import (
+    SDPBackend,
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
 
 from torchtrain.errors import ConfigError
 from torchtrain.models.spec import DecoderConfig
 
 CPU_BACKENDS = ("flash", "math")
 BACKENDS = ("cudnn", "flash", "efficient", "math")
+FA3 = "FA3"  # torch's name of FlashAttention 3, which replaces the kernels of the backend "flash"
 
 
 def attention_backend_name(
@@ -43,6 +49,8 @@ def attention_backend_name(
             f"training.attention_backend = {wanted!r} has no kernel here for {model.n_heads} heads of "
             f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; set 'auto'"
         ) from None
+    if choice == SDPBackend.FLASH_ATTENTION and device.type == "cuda":
+        return (current_flash_attention_impl() or "flash").lower()
     return choice.name.removesuffix("_ATTENTION").lower()
 
 
@@ -55,8 +63,24 @@ def check_attention_backend(wanted: str, device: torch.device) -> None:
 
 
 def choose_attention_backend(wanted: str) -> None:
-    """Enable only the SDPA backend ``wanted`` in this process, or with "auto" all of them."""
-    enabled = BACKENDS if wanted == "auto" else (wanted,)
+    """Enable only the SDPA backend ``wanted`` in this process, or with "auto" all of them.
+
+    Raises:
+        ConfigError: ``wanted`` is "fa3", and FlashAttention 3 is not installed.
+    """
+    if current_flash_attention_impl() == FA3:
+        restore_flash_attention_impl()
+    if wanted == "fa3":
+        try:
+            activate_flash_attention_impl(FA3)
+        except (ImportError, RuntimeError) as error:  # RuntimeError: a build without kernels
+            raise ConfigError(
+                "training.attention_backend = 'fa3' needs the package flash_attn_3, and its module "
+                f"flash_attn_interface cannot be used: {error}; install it from "
+                "https://github.com/Dao-AILab/flash-attention (in the folder hopper: python setup.py install), or set "
+                "'auto'"
+            ) from None
+    enabled = BACKENDS if wanted == "auto" else ("flash",) if wanted == "fa3" else (wanted,)
     # Set for the process instead of around each call: compiled blocks treat it as a constant, and it applies to all
     # attention.
     torch.backends.cuda.enable_cudnn_sdp("cudnn" in enabled)
@@ -66,14 +90,22 @@ def choose_attention_backend(wanted: str) -> None:
 
 
 @contextmanager
-def without_cudnn_attention() -> Iterator[None]:
-    """Context manager that disables cuDNN attention, for shapes that change with each call.
+def attention_for_generation() -> Iterator[None]:
+    """Context manager for attention with masks, and with shapes that change with each call.
 
-    cuDNN builds an execution plan for each shape, which takes 20 to 40 ms.
+    It disables cuDNN, which builds an execution plan for each shape, in 20 to 40 ms. The flash kernels of GPUs have no
+    masks, so that it enables kernels that have, if ``choose_attention_backend`` has disabled them.
     """
-    enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    backends = torch.backends.cuda
+    cudnn, efficient = backends.cudnn_sdp_enabled(), backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    math = backends.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    backends.enable_cudnn_sdp(False)
+    if not math:
+        backends.enable_mem_efficient_sdp(True)
+        backends.enable_math_sdp(True)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(enabled)
+        backends.enable_cudnn_sdp(cudnn)
+        backends.enable_mem_efficient_sdp(efficient)
+        backends.enable_math_sdp(math)

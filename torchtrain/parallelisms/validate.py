@@ -45,9 +45,12 @@ def check_layout(
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     check_streams(config, degrees)
-    if config.float8.recipe != "none":
-        if capability is None and device.type == "cuda":
-            capability = torch.cuda.get_device_capability(device)
+    uses_fa3, uses_float8 = config.training.attention_backend == "fa3", config.float8.recipe != "none"
+    if (uses_fa3 or uses_float8) and capability is None and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+    if uses_fa3:
+        _check_fa3(config, capability, model)
+    if uses_float8:
         _check_float8(config, capability, degrees, model, tokens)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
@@ -163,6 +166,29 @@ def _check_async_tensor(config: JobConfig, degrees: ParallelDims, device: torch.
         raise ConfigError(
             f"parallelism.enable_async_tensor_parallel needs {' and '.join(missing)}: the compiler overlaps "
             "collectives with CUDA kernels; set what is missing, or switch it off"
+        )
+
+
+def _check_fa3(config: JobConfig, capability: tuple[int, int] | None, model: DecoderConfig) -> None:
+    """Check the requirements of FlashAttention 3 (``torch/nn/attention/_fa3.py`` and its ``flash_api.cpp``)."""
+    training, given = config.training, "training.attention_backend = 'fa3'"
+    if capability is None or capability[0] != 9:
+        found = "this is a CPU" if capability is None else "this one has {}.{}".format(*capability)
+        raise ConfigError(f"{given} needs a GPU of compute capability 9.0 (Hopper), and {found}; set 'auto'")
+    if training.mixed_precision_param == "float32":
+        raise ConfigError(f"{given} has no kernel for float32; set mixed_precision_param = 'bfloat16', or 'auto'")
+    if config.data.document_mask:
+        raise ConfigError(
+            f"{given} has no kernel for data.document_mask = true, which uses flex_attention; set 'auto', or "
+            "document_mask = false"
+        )
+    size = model.head_size
+    if size % 8 or size > 256:
+        raise ConfigError(f"{given} needs heads of a multiple of 8 channels, at most 256, not {size}; set 'auto'")
+    if training.deterministic and size > 192:
+        raise ConfigError(
+            f"{given} has no deterministic backward for heads of more than 192 channels, and this model's have {size}; "
+            "set 'flash', or training.deterministic = false"
         )
 
 
