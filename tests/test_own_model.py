@@ -56,7 +56,7 @@ def losses(folder: Path) -> list[float]:
 def norms(folder: Path) -> dict[str, float]:
     """The norms by layer of step 8."""
     lines = [line for line in read_metrics(folder) if line["step"] == 8]
-    return {key: value for line in lines for key, value in line.items() if key.startswith("norm_")}
+    return {key: value for line in lines for key, value in line.items() if key.startswith(("norm_", "rms_"))}
 
 
 @pytest.fixture(scope="module")

@@ -209,7 +209,13 @@ class Trainer:
             self.train_step.hooks.append(by_source)
             self.metrics.step_metrics.append(by_source)
         if config.metrics.norms_freq:
-            norms = NormsByLayer(self.model, config.metrics.norms_freq, self.metrics.record_values, self.gloo_group)
+            norms = NormsByLayer(
+                self.model,
+                config.metrics.norms_freq,
+                self.metrics.record_values,
+                self.gloo_group,
+                is_compiled=config.compile.enable,
+            )
             self.train_step.hooks.append(norms)
             self.guard.explain = norms.recorded.first_to_leave
         self.validator: Validator | None = None

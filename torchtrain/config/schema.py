@@ -821,9 +821,10 @@ class MetricsConfig(Section, name="metrics"):
     """Log metrics to Weights & Biases (pip install 'torchtrain[wandb]'). WANDB_MODE=offline writes only to the dump
     folder."""
     norms_freq: CountOrZero = 0
-    """How often to log the L2 norms of each layer's gradient (before clipping), weights and update, and the root mean
-    square of each block's output, in steps. 0: never. Such a step holds a copy of the parameters' shards. Reports of
-    bad steps name the layer that left its usual range first."""
+    """How often, in steps, to log the L2 norms of each layer's gradient (before clipping), weights and update, the root
+    mean square of each block's output, and without compile.enable the root mean square and maximum of its attention
+    logits. 0: never. Such a step holds a copy of the parameters' shards. Reports of bad steps name the layer that left
+    its usual range first."""
     enable_loss_by_source: bool = False
     """Log the training loss and the tokens of each source of [data], of all steps since the line before."""
     enable_report: bool = True

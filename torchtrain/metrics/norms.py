@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates by layer, and the root mean square of the output of each block."""
+"""Norms of gradients, weights and updates by layer, and the size of each block's output and attention logits."""
 
 import math
 import statistics
@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.agreement import gather_from_all_ranks
 from torchtrain.distributed.mesh import local
+from torchtrain.metrics.attention_logits import AttentionLogits
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name
@@ -34,11 +35,13 @@ class NormsByLayer(StepHook):
 
     The gradient is that before clipping, the weights are those after the update. Such a step holds a copy of this
     rank's shards of the parameters. It also computes the root mean square of each block's output over all tokens of the
-    step. Hooks of a block run outside of its compiled code, which does not change.
+    step. Hooks of a block run outside of its compiled code, which does not change. Of blocks that are not compiled, it
+    also computes the root mean square and the maximum of the attention logits (``AttentionLogits``).
 
     Args:
         report: called on all ranks with the step and the norms by name, such as ``norm_grad_layers.3`` and
             ``rms_output_layers.3``.
+        is_compiled: blocks are compiled.
         group: all ranks, for messages from the CPU; None: the default group.
     """
 
@@ -48,6 +51,8 @@ class NormsByLayer(StepHook):
         freq: int,
         report: Callable[[int, dict[str, float]], None],
         group: dist.ProcessGroup | None = None,
+        *,
+        is_compiled: bool = False,
     ) -> None:
         self.freq = freq
         self.report = report
@@ -68,6 +73,8 @@ class NormsByLayer(StepHook):
             for part in model.model_parts
             for name, block in part.layers.items()
         ]
+        of_block = {} if is_compiled else {block: layer for layer, block in self.blocks}
+        self.logits = AttentionLogits(model.model_parts, model.mesh.context, of_block)
         self.recorded = RecordedNorms()
         self.is_due = False
 
@@ -81,11 +88,17 @@ class NormsByLayer(StepHook):
         # count the same outputs, which does not change the mean.
         self.outputs = torch.zeros(2, len(self.layers), dtype=torch.float64, device=self.device)
         self.handles = [block.register_forward_hook(self._add_output(layer)) for layer, block in self.blocks]
+        self.logit_sums, self.largest_logits = (
+            torch.zeros_like(self.outputs),
+            torch.full_like(self.outputs[0], -math.inf),
+        )
+        self.logits.start(self.logit_sums, self.largest_logits)
 
     def after_backward(self) -> None:
         if self.is_due:
             for handle in self.handles:
                 handle.remove()
+            self.logits.stop()
 
     def _add_output(self, layer: int) -> Callable[[nn.Module, Any, Tensor], None]:
         def add(_: nn.Module, __: Any, output: Tensor) -> None:
@@ -122,17 +135,22 @@ class NormsByLayer(StepHook):
         if not self.is_due:
             return
         # Each shard is counted on one rank only.
-        sums = torch.cat((self.squares, self.outputs))
+        sums = torch.cat((self.squares, self.outputs, self.logit_sums))
         dist.all_reduce(sums)
+        dist.all_reduce(self.largest_logits, op=dist.ReduceOp.MAX)
         norms = sums[: len(KINDS)].sqrt().tolist()
         found = {
             f"norm_{kind}_{layer}": norm
             for kind, of_kind in zip(KINDS, norms, strict=True)
             for layer, norm in zip(self.layers, of_kind, strict=True)
         }
-        for layer, square, count in zip(self.layers, *sums[len(KINDS) :].tolist(), strict=True):
-            if count:
-                found[f"rms_output_{layer}"] = math.sqrt(square / count) if square >= 0 else math.nan
+        outputs, counts, logits, logit_counts = sums[len(KINDS) :].tolist()
+        for i, layer in enumerate(self.layers):  # in the order of the forward
+            if logit_counts[i]:
+                found[f"rms_logits_{layer}"] = _root(logits[i] / logit_counts[i])
+                found[f"max_logits_{layer}"] = self.largest_logits[i].item()
+            if counts[i]:
+                found[f"rms_output_{layer}"] = _root(outputs[i] / counts[i])
         self.recorded.add(step, found)
         self.report(step, found)
 
@@ -141,7 +159,7 @@ class NormsByLayer(StepHook):
 
 
 class RecordedNorms:
-    """Finds the layer whose gradient or output left its usual range first, among the norms recorded last."""
+    """Finds the layer whose gradient, output or attention logits were the first to leave their usual range."""
 
     WINDOW = 64
     """Number of steps whose norms are kept."""
@@ -165,13 +183,13 @@ class RecordedNorms:
         """A text about the layer that left first, or '' if none is outside of its range in the last step recorded.
 
         Of several that left in the same step, it is the one that is the farthest outside, or the first in the order of
-        the forward whose output is not finite.
+        the forward whose values are not finite.
         """
         last = self.steps[-1][1] if self.steps else {}
-        outputs = [name for name in last if name.startswith("rms_output_")]
+        forward = [name for name in last if name.startswith("rms_")]
         gradients = [name for name in last if name.startswith("norm_grad_")]
         found = []
-        for order, name in enumerate([*outputs, *gradients]):
+        for order, name in enumerate([*forward, *gradients]):
             steps_outside, distance, usual = self._leave([norms[name] for _, norms in self.steps])
             if steps_outside:
                 found.append((-steps_outside, -distance, order, name, usual))
@@ -180,7 +198,11 @@ class RecordedNorms:
         start, _, _, name, usual = min(found)  # counted from the end
         step, norms = self.steps[start]
         kind, _, layer = name.removeprefix("rms_").removeprefix("norm_").partition("_")
-        what = {"output": "root mean square of the output", "grad": "norm of the gradient"}[kind]
+        what = {
+            "output": "root mean square of the output",
+            "logits": "root mean square of the attention logits",
+            "grad": "norm of the gradient",
+        }[kind]
         return f"the {what} of {layer} left its range first, in step {step}: {norms[name]:.4g}, usually {usual:.4g}"
 
     def _leave(self, values: list[float]) -> tuple[int, float, float]:
@@ -208,6 +230,10 @@ def _deviations(usual: list[float], value: float) -> float:
         return math.inf
     mean, deviation = statistics.fmean(usual), statistics.pstdev(usual)
     return (value - mean) / max(deviation, 1e-3 * mean, 1e-30)
+
+
+def _root(square: float) -> float:
+    return math.sqrt(square) if square >= 0 else math.nan  # also of NaN
 
 
 def _sum_of_squares(tensor: Tensor) -> Tensor:

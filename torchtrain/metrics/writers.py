@@ -47,7 +47,7 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
     for name, value in line.items():
         if name != "step" and isinstance(value, (int, float)):
             group, separator, rest = name.partition("_")
-            is_grouped = separator and group in ("validation", "source", "norm", "rms")
+            is_grouped = separator and group in ("validation", "source", "norm", "rms", "max")
             numbers[GROUPS.get(name, f"{group}/{rest}" if is_grouped else f"other/{name}")] = value
     return numbers
 
