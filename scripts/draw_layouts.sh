@@ -10,8 +10,7 @@ picture=${2:-docs/curves.png}
 PYTHON=${PYTHON:-python}
 
 train() { # ranks, name, options
-  NGPU=$1 ./run_llama_train.sh --job.dump_folder "$folder/$2" --training.mixed_precision_param float32 \
-    --metrics.log_freq 2 "${@:3}"
+  NGPU=$1 ./run_llama_train.sh --job.dump_folder "$folder/$2" --metrics.log_freq 2 "${@:3}"
 }
 
 train 1 one_rank

@@ -40,7 +40,7 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
     assert runs[0].restarts == []
     figure = plot(runs, tmp_path / "curves.png")
     loss, grad_norm, *_ = figure.axes
-    first, second, restart, fault = (line.get_xydata().tolist() for line in loss.lines)
+    first, restart, second, fault = (line.get_xydata().tolist() for line in loss.lines)
     assert first == [[1, 8.0], [2, 7.0]]
     assert second == [[1, 8.5], [2, 7.25], [3, 6.0]]
     assert [x for x, _ in restart] == [1, 1]
@@ -57,7 +57,7 @@ def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:
     figure = plot([run], tmp_path / "steps.png")
     (top,) = figure.axes[0].child_axes
     labels = {tick: label.get_text() for tick, label in zip(top.get_xticks(), top.get_xticklabels(), strict=True)}
-    assert (labels[2], labels[4]) == ("2k", "6k")
+    assert (labels[2], labels[4]) == ("2K", "6K")
     figure = plot([run], tmp_path / "tokens.png", "tokens")
     assert figure.axes[0].lines[0].get_xdata().tolist() == [1000, 2000, 4000, 6000]
 
@@ -102,7 +102,43 @@ def test_unreadable_metrics_file_is_an_error(disk: DiskFaults, tmp_path: Path) -
 def test_plot_of_one_run_has_the_loss_of_each_source(tmp_path: Path) -> None:
     lines = [numbers(1, 8.0) | {"source_loss_web": 7.0}, numbers(2, 6.0) | {"source_loss_code": 5.0}]
     run = read_run(write_run(tmp_path / "mix", lines))
-    total, web, code = plot([run], tmp_path / "curves.png").axes[0].lines
+    loss = plot([run], tmp_path / "curves.png").axes[0]
+    total, web, code = loss.lines
     assert [line.get_xydata().tolist() for line in (total, web, code)] == [[[1, 8], [2, 6]], [[1, 7]], [[2, 5]]]
-    assert [line.get_label() for line in (web, code)] == ["web", "code"]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["web", "code"]
     assert len(plot([run, run], tmp_path / "curves.png").axes[0].lines) == 2
+
+
+def test_plot_has_validations_and_scores(tmp_path: Path) -> None:
+    """Of several runs each result has a line style, of one run each has a color."""
+    results = {"validation_loss": 7.5, "validation_loss_wiki": 7.0, "validation_perplexity": 1808.0}
+    scores = {"validation_task_choice_acc": 0.25, "validation_ema_task_choice_acc": 0.5}
+    lines = [numbers(1, 8.0) | {"lr": 1e-3}, numbers(2, 7.0) | {"lr": 2e-3}, {"step": 2, **results, **scores}]
+    run = read_run(write_run(tmp_path / "run", lines))
+    panels = {axes.get_title(loc="left"): axes for axes in plot([run], tmp_path / "curves.png").axes}
+    loss, rate, tasks = (panels[title] for title in ("Loss (nats per token)", "Learning rate", "Scores of tasks"))
+    assert rate.lines[0].get_ydata().tolist() == [1e-3, 2e-3]
+    assert [line.get_xydata().tolist() for line in loss.lines] == [[[1, 8], [2, 7]], [[2, 7.5]], [[2, 7.0]]]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["validation loss", "validation loss wiki"]
+    assert [line.get_xydata().tolist() for line in tasks.lines] == [[[2, 0.25]], [[2, 0.5]]]
+    assert [text.get_text() for text in tasks.get_legend().get_texts()] == ["choice acc", "ema choice acc"]
+    assert tasks.lines[0].get_color() != tasks.lines[1].get_color()
+    twice = plot([run, run], tmp_path / "curves.png").axes[-1]
+    assert twice.lines[0].get_color() == twice.lines[1].get_color() != twice.lines[2].get_color()
+    assert len(plot([run], tmp_path / "curves.png", panels=["loss", "lr"]).axes) == 2
+
+
+def test_long_curves_are_smoothed_and_equal_ones_are_seen_one_inside_the_other(tmp_path: Path) -> None:
+    values = [8.0 - step / 20 + step % 2 for step in range(1, 101)]
+    lines = [numbers(step, value) for step, value in enumerate(values, 1)]
+    run = read_run(write_run(tmp_path / "run", lines))
+    raw, smooth = plot([run], tmp_path / "curves.png").axes[0].lines
+    assert raw.get_ydata().tolist() == values
+    means = smooth.get_ydata().tolist()
+    assert means[50] == pytest.approx(sum(values[45:56]) / 11)
+    assert (means[0], means[1]) == (values[0], pytest.approx(sum(values[:3]) / 3))
+    assert means[-1] == pytest.approx(sum(values[-6:]) / 6)
+    other = read_run(write_run(tmp_path / "other", [numbers(step, value + 1) for step, value in enumerate(values, 1)]))
+    below, _, of_other, _, above = plot([run, other, run], tmp_path / "curves.png").axes[0].lines
+    assert below.get_ydata().tolist() == values
+    assert below.get_linewidth() > 2 * above.get_linewidth() == 2 * of_other.get_linewidth()

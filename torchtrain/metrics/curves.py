@@ -1,25 +1,43 @@
 """Plot the curves of runs. It needs matplotlib, which is optional: import this module only where curves are drawn."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
+from torchtrain.config.tokens import format_tokens
 from torchtrain.metrics.history import Run
 
-SOURCE_LOSS = "source_loss_"
-PANELS = (
-    ("loss", "Loss (nats per token)"),
-    ("grad_norm", "Gradient norm"),
-    ("tokens_per_second", "Tokens per second and device"),
-    ("memory_gib", "Peak memory (GiB)"),
-)
+SOURCE_LOSS = re.compile("source_loss_")
+VALIDATION_LOSS = re.compile(r"validation_(?:ema_)?loss(?:_|$)")
+SCORES = re.compile(r"validation_(?:ema_)?task_")
+PANELS: Mapping[str, str] = {
+    "loss": "Loss (nats per token)",
+    "grad_norm": "Gradient norm",
+    "lr": "Learning rate",
+    "tokens_per_second": "Tokens per second and device",
+    "memory_gib": "Peak memory (GiB)",
+    "scores": "Scores of tasks",
+}
+SMOOTHED = ("loss", "grad_norm", "tokens_per_second")
+MIN_POINTS_SMOOTHED = 40
 # Okabe and Ito's colors, which the color-blind can distinguish.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GRAY = "#555555"
+LINE_STYLES: tuple[Any, ...] = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
+LINE_WIDTH = 1.6
+
+
+def points_of(run: Run, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of a metric; values that were not finite are left out."""
+    points = [(line["step"], line[key]) for line in run.lines if isinstance(line.get(key), (int, float))]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def tokens_after(run: Run, steps: Sequence[float]) -> list[float]:
@@ -28,79 +46,181 @@ def tokens_after(run: Run, steps: Sequence[float]) -> list[float]:
     return [float(tokens) for tokens in np.interp(steps, [step for step, _ in known], [count for _, count in known])]
 
 
-def draw_sources(axes: Axes, run: Run, over: str) -> None:
-    """Draw the loss of each source of the data, where the run has recorded it, with a legend in the panel."""
-    keys = dict.fromkeys(key for line in run.lines for key in line if key.startswith(SOURCE_LOSS))
-    for key, color in zip(keys, COLORS[1:], strict=False):
-        points = [(line["step"], line[key]) for line in run.lines if isinstance(line.get(key), (int, float))]
-        steps, values = [step for step, _ in points], [value for _, value in points]
-        x = tokens_after(run, steps) if over == "tokens" else steps
-        axes.plot(x, values, color=color, linewidth=1, label=key.removeprefix(SOURCE_LOSS), zorder=1.5)
-    if keys:
-        axes.legend(loc="lower left", fontsize=8, frameon=False)
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Moving average over about a tenth of the values, centered, so that it does not lag; near the ends over fewer."""
+    sums, half = np.concatenate(([0.0], np.cumsum(values))), max(1, len(values) // 20)
+    means = []
+    for i in range(len(values)):
+        first, last = i - min(half, i), i + min(half, i, len(values) - 1 - i)
+        means.append(float(sums[last + 1] - sums[first]) / (last + 1 - first))
+    return means
 
 
-def draw(axes: Axes, run: Run, key: str, color: str, over: str) -> None:
-    points = [(line["step"], line[key]) for line in run.lines if isinstance(line.get(key), (int, float))]
-    steps, values = [step for step, _ in points], [value for _, value in points]
-
-    def positions(steps: Sequence[float]) -> Sequence[float]:
-        return tokens_after(run, steps) if over == "tokens" else steps
-
-    marker = "." if len(points) == 1 else ""
-    axes.plot(positions(steps), values, color=color, linewidth=1.6, label=run.name, marker=marker)
-    for x in positions(run.restarts):
-        axes.axvline(x, color=color, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
-    for x, (_, name) in zip(positions([step for step, _ in run.borders]), run.borders, strict=True):
-        axes.axvline(x, color=color, linewidth=1, linestyle=(0, (1, 2)), alpha=0.7)
-        place = axes.get_xaxis_transform()  # x in data, y as a fraction of the axes
-        axes.text(x, 0.98, f" {name}", color=color, fontsize=8, rotation=90, va="top", transform=place)
-    for step, _ in run.faults if points else ():
-        nearest = min(points, key=lambda point: abs(point[0] - step))
-        (x,) = positions([step])
-        axes.plot(x, nearest[1], color=color, marker="X", markersize=8, markeredgecolor="white", linestyle="")
+def coincide(a: Run, b: Run, key: str) -> bool:
+    """Whether a plot cannot show a difference between the curves of two runs: below 0.5% of the range of values."""
+    (steps, values), (others, other_values) = points_of(a, key), points_of(b, key)
+    first, last = (max(steps[0], others[0]), min(steps[-1], others[-1])) if steps and others else (1, 0)
+    if first >= last:
+        return False
+    at = [step for step in sorted({*steps, *others}) if first <= step <= last]
+    x, y = np.interp(at, steps, values), np.interp(at, others, other_values)
+    return bool(np.abs(x - y).max() <= 0.005 * (max(x.max(), y.max()) - min(x.min(), y.min())))
 
 
-def add_token_axis(axes: Axes, run: Run) -> None:
-    """Label the top of ``axes``, which has steps, with the tokens of ``run``."""
-    top = axes.secondary_xaxis("top")
-    steps = [step for step in axes.get_xticks() if axes.get_xlim()[0] <= step <= axes.get_xlim()[1] and step >= 0]
-    top.set_xticks(steps, [EngFormatter(sep="").format_eng(tokens) for tokens in tokens_after(run, steps)])
-    top.tick_params(labelsize=8, colors="#555555", length=2)
-    top.set_xlabel("Tokens", fontsize=8, color="#555555")
+class Panel:
+    """One metric of all runs, in one pair of axes."""
 
-
-def plot(runs: Sequence[Run], output: Path, over: str = "step") -> Figure:
-    """Write the picture, in the format of the name's ending; also returns it. ``over``: "step" or "tokens"."""
-    figure = Figure(figsize=(12, 7.5), layout="constrained")  # without pyplot, which would keep it in memory
-    grid = figure.subplots(2, 2, sharex=True)
-    for axes, (key, title) in zip(grid.flat, PANELS, strict=True):
-        for run, color in zip(runs, (COLORS * len(runs))[: len(runs)], strict=True):
-            draw(axes, run, key, color, over)
-        if key == "loss" and len(runs) == 1:
-            draw_sources(axes, runs[0], over)
-        axes.set_title(title, loc="left", fontsize=11, pad=6)
+    def __init__(self, axes: Axes, key: str, over: str) -> None:
+        """``over``: "step" or "tokens"."""
+        self.axes, self.key, self.over = axes, key, over
+        self.named: dict[str, Line2D] = {}  # entries of the legend of this panel
+        axes.set_title(PANELS[key], loc="left", fontsize=11, pad=6)
         axes.grid(color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if over == "tokens":
-            axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-        if key in ("tokens_per_second", "memory_gib"):
-            axes.margins(y=0.1)
-            axes.set_ylim(bottom=0)
-    for axes in grid[1]:
-        axes.set_xlabel("Step" if over == "step" else "Tokens")
-    if over == "step" and any("tokens" in line for line in runs[0].lines):
-        for axes in grid[0]:
-            add_token_axis(axes, runs[0])
-    handles, names = grid[0, 1].get_legend_handles_labels()
-    if any(run.restarts for run in runs):
-        handles.append(Line2D([], [], color="#555555", linewidth=1, linestyle=(0, (4, 3))))
-        names.append("restart")
-    if any(run.faults for run in runs):
-        handles.append(Line2D([], [], color="#555555", marker="X", linestyle="", markeredgecolor="white"))
-        names.append(", ".join(sorted({event.replace("_", " ") for run in runs for _, event in run.faults})))
-    figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 6), frameon=False)
+            axes.xaxis.set_major_formatter(lambda tokens, _: format_tokens(round(tokens)))
+        if key == "lr":
+            axes.yaxis.set_major_formatter(lambda rate, _: f"{rate:.3g}")
+
+    def x(self, run: Run, steps: Sequence[float]) -> Sequence[float]:
+        return tokens_after(run, steps) if self.over == "tokens" else steps
+
+    def draw(self, run: Run, color: str, width: float) -> None:
+        """Draw the curve, smoothed over the raw one if it has many points, and mark restarts, stages and faults."""
+        self.mark(run, color)
+        steps, values = points_of(run, self.key)
+        if not steps:
+            return
+        x = self.x(run, steps)
+        if self.key in SMOOTHED and len(steps) >= MIN_POINTS_SMOOTHED and width == LINE_WIDTH:
+            self.axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
+            self.axes.plot(x, smoothed(values), color=color, linewidth=width)
+        else:
+            marker = "." if len(steps) == 1 else ""
+            self.axes.plot(x, values, color=color, linewidth=width, marker=marker, solid_capstyle="butt")
+        for step, _ in run.faults:
+            value = values[min(range(len(steps)), key=lambda i: abs(steps[i] - step))]
+            place = self.x(run, [step])
+            self.axes.plot(place, value, color=color, marker="X", markersize=8, markeredgecolor="white", linestyle="")
+
+    def mark(self, run: Run, color: str) -> None:
+        """Mark restarts and the beginnings of stages."""
+        for x in self.x(run, run.restarts):
+            self.axes.axvline(x, color=color, linewidth=1, linestyle=(0, (4, 3)), alpha=0.7)
+        for x, (_, name) in zip(self.x(run, [step for step, _ in run.borders]), run.borders, strict=True):
+            self.axes.axvline(x, color=color, linewidth=1, linestyle=(0, (1, 2)), alpha=0.7)
+            place = self.axes.get_xaxis_transform()  # x in data, y as a fraction of the axes
+            self.axes.text(
+                *(x, 0.98, f" {name}"),
+                color=color,
+                fontsize=8,
+                rotation=90,
+                va="top",
+                transform=place,
+                bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 0.5},
+            )
+
+    def draw_named(self, run: Run, curves: Mapping[str, str], color: str, legend_color: str = "") -> None:
+        """Draw other curves of ``run``, with labels by name of the metric, and add them to the legend of the panel.
+
+        ``color``: that of the run, and each curve has a line style. Empty: each has a color of its own.
+        """
+        for i, (key, label) in enumerate(curves.items()):
+            steps, values = points_of(run, key)
+            style: Any = LINE_STYLES[i % len(LINE_STYLES)] if color else "-"
+            own = color or COLORS[1:][i % len(COLORS[1:])]
+            marker = "." if len(steps) < MIN_POINTS_SMOOTHED and key.startswith("validation_") else ""
+            self.axes.plot(self.x(run, steps), values, color=own, linestyle=style, linewidth=1.2, marker=marker)
+            shown = legend_color or own
+            self.named[label] = Line2D([], [], color=shown, linestyle=style, linewidth=1.2, marker=marker)
+
+    def finish(self) -> None:
+        """Set the limits of the axes when all curves are drawn, and add the legend of the panel."""
+        self.axes.margins(y=0.06)
+        if self.key in ("tokens_per_second", "memory_gib"):
+            self.axes.set_ylim(bottom=0)
+        if self.named:
+            self.axes.legend(self.named.values(), self.named.keys(), loc="best", fontsize=8, framealpha=0.7)
+
+    def add_token_axis(self, run: Run) -> None:
+        """Label the top of the axes, which have steps, with the tokens of ``run``."""
+        low, high = self.axes.get_xlim()
+        top = self.axes.secondary_xaxis("top")
+        steps = [step for step in self.axes.get_xticks() if low <= step <= high and step >= 0]
+        top.set_xticks(steps, [format_tokens(round(tokens)) for tokens in tokens_after(run, steps)])
+        top.tick_params(labelsize=8, colors=GRAY, length=2)
+        top.set_xlabel("Tokens", fontsize=8, color=GRAY)
+
+
+def names_of(run: Run, pattern: re.Pattern[str]) -> dict[str, str]:
+    """Labels of the metrics that begin with ``pattern``, by name."""
+    names = dict.fromkeys(key for line in run.lines for key in line if pattern.match(key))
+    parts = ("source_loss_", "validation_task_")
+    return {
+        name: re.sub("|".join(parts), "", name.replace("_ema_task_", "_task_ema_")).replace("_", " ") for name in names
+    }
+
+
+def panels_of(runs: Sequence[Run]) -> list[str]:
+    """The panels for which one of ``runs`` has values."""
+    found = [key for key in PANELS if any(points_of(run, key)[0] for run in runs)]
+    return [*found, "scores"] if any(names_of(run, SCORES) for run in runs) else found
+
+
+def plot(runs: Sequence[Run], output: Path, over: str = "step", panels: Sequence[str] = ()) -> Figure:
+    """Write the picture, in the format of the name's ending; also returns it.
+
+    Of runs whose curves coincide, the earlier ones are drawn as wider lines, so that each can be seen.
+
+    Args:
+        over: "step" or "tokens".
+        panels: keys of ``PANELS``; by default those for which a run has values.
+    """
+    chosen = list(panels or panels_of(runs))
+    columns = len(chosen) if len(chosen) < 4 else 2 if len(chosen) == 4 else 3
+    rows = -(-len(chosen) // columns)
+    size = (6 * columns if columns < 3 else 5 * columns, 3.8 * rows if rows > 1 else 4.5)
+    figure = Figure(figsize=size, layout="constrained")  # without pyplot, which would keep it in memory
+    cells: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
+    top, bottom = cells[:columns], cells[-columns:]
+    # If a cell is free, it is that in the upper right corner, so that all panels at the bottom are labeled.
+    free = cells.pop(columns - 1) if len(chosen) < len(cells) else None
+    colors = (COLORS * len(runs))[: len(runs)]
+    for axes, key in zip(cells, chosen, strict=True):
+        panel = Panel(axes, key, over)
+        later = [sum(coincide(run, other, key) for other in runs[i + 1 :]) for i, run in enumerate(runs)]
+        for run, color, count in zip(runs, colors, later, strict=True):
+            panel.draw(run, color, LINE_WIDTH + 2.2 * count)
+            if key == "loss":
+                panel.draw_named(run, names_of(run, VALIDATION_LOSS), color, GRAY if len(runs) > 1 else "")
+            if key == "scores":
+                panel.draw_named(run, names_of(run, SCORES), *((color, GRAY) if len(runs) > 1 else ("",)))
+        if key == "loss" and len(runs) == 1:
+            panel.draw_named(runs[0], names_of(runs[0], SOURCE_LOSS), "")
+        panel.finish()
+        if axes in bottom:
+            axes.set_xlabel("Step" if over == "step" else "Tokens")
+        if axes in top and over == "step" and any("tokens" in line for line in runs[0].lines):
+            panel.add_token_axis(runs[0])
+    add_legend(figure, runs, colors, free)
     figure.savefig(output, dpi=130)
     return figure
+
+
+def add_legend(figure: Figure, runs: Sequence[Run], colors: Sequence[str], free: Axes | None) -> None:
+    """Add the legend of runs and marks, in the cell of the grid that is ``free``, or above all panels."""
+    handles = [Line2D([], [], color=color, linewidth=2) for color in colors]
+    names = [run.name for run in runs]
+    if any(run.restarts for run in runs):
+        handles.append(Line2D([], [], color=GRAY, linewidth=1, linestyle=(0, (4, 3))))
+        names.append("restart")
+    if any(run.faults for run in runs):
+        handles.append(Line2D([], [], color=GRAY, marker="X", linestyle="", markeredgecolor="white"))
+        names.append(", ".join(sorted({event.replace("_", " ") for run in runs for _, event in run.faults})))
+    if free is not None:
+        free.set_axis_off()
+        free.legend(handles, names, loc="center", frameon=False)
+    else:
+        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 6), frameon=False)
