@@ -422,6 +422,11 @@ def test_stages_are_compared_one_by_one_and_their_borders_are_marked(tmp_path: P
     drawn = (tmp_path / "curves.svg").read_text()
     assert "<!--  main -->" in drawn
     assert "<!--  long -->" in drawn
+    above, below = plot_losses([open_run(a), open_run(same)], str(tmp_path / "curves.png")).axes
+    assert below.lines[0].get_ydata().tolist() == [0.0] * 8
+    labels = {tick: label.get_text() for tick, label in zip(below.get_yticks(), below.get_yticklabels(), strict=True)}
+    assert labels[0.0] == "identical"
+    assert above.lines[0].get_linewidth() > 2 * above.lines[-1].get_linewidth()  # both are seen
     c = staged(tmp_path / "c", [1.0] * 9, one.replace("3", "4") + two)
     assert compare(a, c)[1]["config"]["lines"] == [
         "changes the run: lr_scheduler.total_steps = 8 in A, 9 in B; steps = 3 in A, 4 in B (stage 'main')"

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,9 @@ from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 KINDS = {
     Kind.IMPOSSIBLE: "changes the run",
     Kind.CHANGES: "changes the run",
@@ -43,6 +46,7 @@ KINDS = {
     Kind.HARMLESS: "changes nothing",
 }
 CURVES = ("loss", "grad_norm", "lr")
+SMALLEST_PLOTTED = 1e-9  # relative difference; between it and 0 the axis is linear
 JUMP = 10  # a curve jumps if its difference grows by this factor over all earlier steps
 
 
@@ -369,24 +373,39 @@ def row_found(a: RunFolder, step: int, row: int, ours: StepFingerprints, theirs:
     return f"{text} from token {first} on {shown[0]!r} in A, {shown[1]!r} in B{twin}"
 
 
-def plot_losses(runs: Sequence[RunFolder], path: str) -> None:
-    """Plot both losses and their relative difference to the PNG file ``path``."""
+def plot_losses(runs: Sequence[RunFolder], path: str) -> "Figure":
+    """Plot both losses and their relative difference to the PNG file ``path``; also returns the picture.
+
+    Where the losses are equal, both lines can be seen, and the difference is at the line "identical".
+    """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 7))
+    figure = Figure(figsize=(10, 7), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    for run in runs:
-        losses = [line.get("loss") for line in run.lines.values()]
-        (curve,) = above.plot(list(run.lines), losses, label=str(run.path))
-        for name, first in run.stages:
-            if first - 1 <= max(run.lines, default=0):
-                above.axvline(first - 1, color=curve.get_color(), linewidth=1, linestyle=":")
-                text = f" {name}"
-                above.text(first - 1, 0.98, text, rotation=90, va="top", transform=above.get_xaxis_transform())
+    for run, color, width in zip(runs, ("#56B4E9", "#D55E00"), (5, 1.5), strict=True):
+        losses = {step: line["loss"] for step, line in run.lines.items() if line.get("loss") is not None}
+        above.plot(list(losses), list(losses.values()), color=color, linewidth=width, label=str(run.path))
+    borders = [
+        (name, first - 1) for run in runs for name, first in run.stages if first - 1 <= max(run.lines, default=0)
+    ]
+    for name, step in dict.fromkeys(borders):
+        above.axvline(step, color="black", linewidth=1, linestyle=":")
+        place = above.get_xaxis_transform()  # the step, and a fraction of the height
+        above.text(step, 0.98, f" {name}", rotation=90, va="top", ha="right", transform=place)
     a, b = runs
     steps = steps_of_both(a, b, "loss")
-    below.semilogy(steps, [max(relative(a, b, step, "loss"), 1e-9) for step in steps], marker=".")
-    above.set(ylabel="loss")
-    above.legend()
-    below.set(xlabel="step", ylabel="apart, relative (1e-9: bitwise)")
+    apart = [min(relative(a, b, step, "loss"), 1.0) for step in steps]  # infinite where one is not finite
+    below.plot(steps, apart, color="black", linewidth=1, marker=".")
+    below.set_yscale("symlog", linthresh=SMALLEST_PLOTTED)
+    top = max(below.get_ylim()[1], 100 * SMALLEST_PLOTTED)
+    powers = range(round(math.log10(SMALLEST_PLOTTED)), math.ceil(math.log10(top)) + 1)
+    below.set_yticks([0.0, *(10.0**power for power in powers)], ["identical", *(f"1e{power}" for power in powers)])
+    below.set_ylim(-0.3 * SMALLEST_PLOTTED, top)
+    above.set(ylabel="Loss (nats per token)")
+    above.legend(frameon=False)
+    below.set(xlabel="Step", ylabel="Relative difference")
+    for axes in (above, below):
+        axes.grid(color="#e6e6e6", linewidth=0.8)
+        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
+    return figure
