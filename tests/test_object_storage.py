@@ -5,6 +5,7 @@ The store is fsspec's in memory, which has the semantics of S3: no renames, cond
 
 import gc
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
-from torchtrain.checkpoint import object_storage
+from torchtrain.checkpoint import object_storage, outputs
 from torchtrain.checkpoint.format import _StagedFiles, read_manifest, verify
 from torchtrain.checkpoint.hf.export import NOTE, _origin, needs_export
 from torchtrain.checkpoint.object_storage import ObjectStorage, ObjectStore
-from torchtrain.checkpoint.outputs import METRICS, restore_outputs
+from torchtrain.checkpoint.outputs import METRICS, OUTPUTS, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
@@ -588,7 +589,7 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     (tmp_path / "hf/config.json").write_bytes(b"{}")
     (tmp_path / "hf" / NOTE).write_text(json.dumps(_origin(config, 4)))  # killed before the upload
     assert needed()
-    storage().store.upload(tmp_path / "hf", "hf", last=NOTE)
+    storage().store.upload(tmp_path / "hf", "hf", last=("config.json", NOTE))
     assert not needed()
     written = [name for name in MemoryFileSystem.store if "/hf/" in name]
     assert [name.rpartition("/")[2] for name in written] == ["model.safetensors", "config.json", NOTE]
@@ -609,6 +610,39 @@ def test_interrupted_restore_of_metrics_is_repeated(tmp_path: Path, monkeypatch:
     assert not (target / METRICS).exists()
     restore_outputs(checkpoint, target)
     assert {file.name for file in target.rglob("*") if file.is_file()} >= {METRICS, "events"}
+
+
+def test_metrics_are_stored_in_parts_of_a_limited_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "PART_BYTES", 10_000)
+    content = {METRICS: os.urandom(70_001), "tensorboard/a": os.urandom(30_000), "tensorboard/b": b""}
+    (tmp_path / "run/tensorboard").mkdir(parents=True)
+    for name, data in content.items():
+        (tmp_path / "run" / name).write_bytes(data)
+    run = Run(storage())
+    run.manager.dump_folder = tmp_path / "run"
+    wait_for_saves(run.train(1, 2))
+    checkpoint = storage().open(2)
+    sizes = {record.name: record.size_bytes for record in read_manifest(checkpoint).files if OUTPUTS in record.name}
+    assert set(sizes) == {OUTPUTS, *(f"{OUTPUTS}.{number}" for number in range(1, len(sizes)))}
+    assert sum(sizes.values()) > 100_001
+    assert max(sizes.values()) < 3 * 10_000  # a part, and one more block of the compressor
+    assert read_metrics(checkpoint) == content[METRICS]
+    restore_outputs(checkpoint, tmp_path / "other")
+    assert {name: (tmp_path / "other" / name).read_bytes() for name in content} == content
+
+    # If one part cannot be stored, the checkpoint has no metrics.
+    write = ObjectStore.write
+
+    def fail(store: ObjectStore, name: str, content: bytes) -> None:
+        if name.endswith(f"{OUTPUTS}.3"):
+            raise StorageError("the store does not respond")
+        write(store, name, content)
+
+    monkeypatch.setattr(ObjectStore, "write", fail)
+    wait_for_saves(run.train(3, 4))
+    checkpoint = storage().open(4)
+    assert not [record.name for record in read_manifest(checkpoint).files if OUTPUTS in record.name]
+    assert read_metrics(checkpoint) == b""
 
 
 @pytest.mark.parametrize("name", [".metadata", "config.toml", "manifest.json"])

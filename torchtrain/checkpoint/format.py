@@ -16,7 +16,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -47,7 +47,6 @@ from torchtrain.logging import BestEffort
 T = TypeVar("T")
 METADATA = ".metadata"
 CONFIG = "config.toml"
-OUTPUTS = "outputs.tar.gz"  # see outputs.py
 FILE_BYTES = 64 * 2**20  # of the files that a rank writes in parallel
 BATCH_BYTES = 32 * 2**20  # of pieces that one thread reads
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
@@ -351,7 +350,7 @@ class VerifiedWriter(FileSystemWriter):
         staged: where the checkpoint is written; that of the same checkpoint on all ranks.
         config_toml: kept beside the tensors.
         manifest: lacks the files.
-        outputs: returns the content of ``outputs.tar.gz``; called on the first rank. None: there is no such file.
+        write_outputs: writes files of metrics, which it creates with its argument; called on the first rank.
         before_commit, require_lease: see ``StagedCheckpoint.commit``.
     """
 
@@ -361,7 +360,7 @@ class VerifiedWriter(FileSystemWriter):
         config_toml: str,
         *,
         manifest: Manifest | None = None,
-        outputs: Callable[[], bytes] | None = None,
+        write_outputs: Callable[[Callable[[str], AbstractContextManager[Any]]], None] | None = None,
         before_commit: Callable[[], bool] = lambda: False,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
@@ -372,7 +371,7 @@ class VerifiedWriter(FileSystemWriter):
         self.staged = staged
         self.config_toml = config_toml
         self.manifest = manifest or Manifest()
-        self.outputs = outputs
+        self.write_outputs = write_outputs
         self.before_commit, self.require_lease = before_commit, require_lease
         self.superseded_name = ""
         """The new name of the checkpoint that this one has superseded, after a save."""
@@ -441,12 +440,12 @@ class VerifiedWriter(FileSystemWriter):
         super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
         with self.fs.create_stream(CONFIG, "wb") as config_file:
             config_file.write(self.config_toml.encode())
-        if self.outputs is not None:
+        own_records = dict(self.fs.records)
+        if self.write_outputs is not None:
             with BestEffort(f"metrics in {self.staged.location}"):
-                packed = self.outputs()
-                with self.fs.create_stream(OUTPUTS, "wb") as outputs_file:
-                    outputs_file.write(packed)
-        records = self.fs.records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
+                self.write_outputs(partial(self.fs.create_stream, mode="wb"))
+                own_records = self.fs.records  # with all files of the metrics, or none
+        records = own_records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
         sizes = {name: record.size_bytes for name, record in records.items()}
         self.superseded_name = self.staged.commit(manifest, sizes, self.before_commit, self.require_lease)

@@ -225,13 +225,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             staged = self.stager.stage(tensors)
         self._pending = Future()
         staged_checkpoint = self.storage.stage(step, self.lease)
-        outputs = None
+        write_outputs = None
         if staged_checkpoint.with_outputs and self.dump_folder is not None:
-            outputs = partial(pack_outputs, self.dump_folder)
+            write_outputs = partial(pack_outputs, self.dump_folder)
         self._writer = VerifiedWriter(
             staged_checkpoint,
             self.config_toml,
-            outputs=outputs,
+            write_outputs=write_outputs,
             manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
             before_commit=partial(self._before_commit, step),
             require_lease=self._check_lease,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader
 from torchtrain.checkpoint.local_storage import saved_steps, step_folder
-from torchtrain.checkpoint.outputs import METRICS, read_outputs
+from torchtrain.checkpoint.outputs import METRICS, read_metrics
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
@@ -97,7 +97,7 @@ def open_run(location: str | Path) -> RunFolder:
     if is_url(location):
         checkpoint = find_checkpoint(location)
         run = RunFolder(str(location), from_text(read_config(checkpoint), checkpoint.path_of(CONFIG)), {}, {})
-        metrics = read_outputs(checkpoint).get(METRICS, b"")
+        metrics = read_metrics(checkpoint)
     else:
         path = Path(location)
         names = names_in(path) if path.is_dir() else []
