@@ -202,7 +202,7 @@ def test_persistent_error_names_the_source_and_the_position(remote: Remote, paus
     with pytest.raises(StorageError, match=message):
         list(remote.source.read(0, 0))
     assert StorageError.exit_code == 74  # the command may be repeated later
-    assert pauses == list(text_sources.RETRY_SECONDS)
+    assert pauses == list(text_sources.PAUSES_SECONDS)
     assert sum(pauses) > 200
 
 

@@ -153,7 +153,7 @@ def test_permanent_network_failure_is_a_storage_error(hub: Hub, pauses: list[flo
     hub.faults.append(Fault("/api/", 503, times=10**9))
     with pytest.raises(StorageError, match=r"data.name = 'allenai/c4' .*does not respond: .*503 Service Unavailable"):
         find_revision(config, "data.name = 'allenai/c4' (subset 'en')")
-    assert pauses == list(text_sources.RETRY_SECONDS)
+    assert pauses == list(text_sources.PAUSES_SECONDS)
     hub.clear()
     hub.add(config.name, files)
     loader = make_loader(config)
@@ -318,7 +318,7 @@ def test_one_rank_lists_files_and_a_resumed_run_keeps_its_revision(hub: Hub, tmp
 
 
 def use_short_retry_delays() -> Any:
-    text_sources.RETRY_SECONDS = (0.1, 0.1)
+    text_sources.PAUSES_SECONDS = (0.1, 0.1)
 
 
 def test_run_without_network_exits_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import errno
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsspec
@@ -14,6 +14,7 @@ from s3_server import ENVIRONMENT, S3Server
 
 from torchtrain import object_store
 from torchtrain.checkpoint.object_storage import ObjectStore
+from torchtrain.datasets.data_folder import open_folder
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.object_store import PAUSES_SECONDS, with_store_retries
 
@@ -64,6 +65,7 @@ class AzureError(Exception):
         (translated(OSError(errno.EIO, "conflict"), of_s3(409, "ConditionalRequestConflict")), StorageError),
         (translated(OSError(errno.EIO, "unknown"), of_s3(400, "KMS.DisabledException")), ConfigError),
         (translated(OSError(errno.ENOSYS, "unknown"), of_s3(501, "NotImplemented")), ConfigError),
+        (OSError("Forbidden: b/bucket/o\nthe caller has no access"), ConfigError),  # gcsfs
         (AzureError(500), StorageError),
         (AzureError(404), FileNotFoundError),
         (AzureError(412), FileExistsError),
@@ -111,18 +113,25 @@ def test_slow_failures_are_not_retried_for_longer_than_fast_ones(monkeypatch: py
     assert sum(PAUSES_SECONDS) == 243
 
 
-@pytest.mark.parametrize("method", ["read", "write"])
+@pytest.mark.parametrize("method", ["read", "write", "read data", "write data"])
 def test_a_server_that_stays_silent_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections, and reads nothing of an upload that is larger than the buffers of a socket."""
     silent = socket.create_server(("127.0.0.1", 0))
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
     monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.3)
-    monkeypatch.setattr(object_store, "LEAST_BYTES_PER_SECOND", 1e9)
-    monkeypatch.setattr(object_store, "RETRY_SECONDS", 0)
-    store = ObjectStore("s3://bucket", "checkpoint.folder")
+    monkeypatch.setattr(object_store, "MIN_BYTES_PER_SECOND", 1e9)
+    monkeypatch.setattr(object_store, "MAX_RETRY_SECONDS", 0)
+    monkeypatch.setattr(object_store, "_S3_CLIENT", {"connect_timeout": 60, "read_timeout": 60})
+    store, folder = ObjectStore("s3://bucket", "checkpoint.folder"), open_folder("s3://bucket")
+    requests: dict[str, Callable[[], object]] = {
+        "read": lambda: store.read("a"),
+        "write": lambda: store.write("a", bytes(2**25)),
+        "read data": lambda: folder.read_ranges([("a", 0, 100)]),
+        "write data": lambda: folder.create("a", bytes(2**25)),
+    }
     began = time.monotonic()
     with pytest.raises(StorageError, match="the store does not respond"):
-        store.read("a") if method == "read" else store.write("a", bytes(2**25))
+        requests[method]()
     assert time.monotonic() - began < 10
     silent.close()
 

@@ -253,7 +253,7 @@ def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> No
 def test_prepare_from_s3_to_s3_writes_the_same_bytes(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(input_splits, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(input_splits, "MIN_SHARD_BYTES", 1000)
     folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=3, kind=kind))
     prepare(SourceConfig(path=str(folder)), "data", "", tmp_path / "local", processes=1)
     expected = {file.name: file.read_bytes() for file in (tmp_path / "local").glob("shard-*")}

@@ -40,7 +40,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_splits, "SHARD_BYTES", 1)
+    monkeypatch.setattr(input_splits, "MIN_SHARD_BYTES", 1)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -55,7 +55,7 @@ def tokens_of(folder: Path) -> list[int]:
 
 def use_small_shards() -> None:
     """A hook: shards are as small as possible."""
-    input_splits.SHARD_BYTES = 1
+    input_splits.MIN_SHARD_BYTES = 1
 
 
 def use_small_shards_slowly() -> None:
@@ -65,7 +65,7 @@ def use_small_shards_slowly() -> None:
 
 def use_fewer_files() -> None:
     """A hook: only a quarter of the files of the standard library are tokenized."""
-    input_splits.SHARD_BYTES = 1
+    input_splits.MIN_SHARD_BYTES = 1
     found = local_files.standard_library_files()[::4]
     local_files.standard_library_files = lambda: found
 
@@ -241,7 +241,7 @@ def test_disk_failure_in_a_worker_raises_a_storage_error(tmp_path: Path, monkeyp
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr("torchtrain.datasets.local_files._start_of_piece", fail)
-    monkeypatch.setattr("torchtrain.datasets.text_sources.RETRY_SECONDS", ())
+    monkeypatch.setattr("torchtrain.datasets.text_sources.PAUSES_SECONDS", ())
     with pytest.raises(StorageError, match=r"a.txt cannot be read: Input/output error"):
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 
@@ -393,6 +393,19 @@ def test_processes_of_torchrun_prepare_together_after_one_is_killed(tmp_path: Pa
     assert not (shared / "manifest.json").exists()
     checked_command(*options, str(shared), ranks=2, hook=use_small_shards)
     assert contents(shared) == contents(alone)
+
+
+def test_process_that_finishes_last_reports_the_result(tmp_path: Path) -> None:
+    source = write_inputs(tmp_path / "texts", "jsonl")
+    command = ("torchtrain.prepare", "--data.path", str(source.path), "--prepare.output", str(tmp_path / "out"))
+    first, last = (
+        checked_command(*command, environment={"RANK": rank, "WORLD_SIZE": "2"}, hook=use_small_shards).stderr
+        for rank in "01"
+    )
+    assert "shards are complete. The process that finishes last writes the manifest" in first
+    assert "to train on it" not in first
+    assert f"[rank 1] {tmp_path}/out: " in last
+    assert "to train on it: --data.path" in last
 
 
 def damage(path: Path) -> None:

@@ -22,7 +22,7 @@ from torchtrain.errors import DataError, StorageError
 
 @pytest.fixture(autouse=True)
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_splits, "SHARD_BYTES", 1)
+    monkeypatch.setattr(input_splits, "MIN_SHARD_BYTES", 1)
     monkeypatch.setattr(local_files, "_WHOLE_BYTES", 100)  # larger files are identified by three blocks
     monkeypatch.setattr(local_files, "_BLOCK_BYTES", 10)
 
@@ -66,7 +66,7 @@ def test_errors_of_the_input_are_retried_and_then_a_storage_error(
                 raise OSError(errno.EIO, "Input/output error", str(arguments[0]))
 
     monkeypatch.setattr(input_splits, "documents_of", fail)
-    monkeypatch.setattr(tokenize_dataset, "RETRY_SECONDS", (0, 0))
+    monkeypatch.setattr(tokenize_dataset, "PAUSES_SECONDS", (0, 0))
     if failures == 2:
         assert share(source, tmp_path / "out")
         assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -156,8 +156,8 @@ def test_column_without_text_in_a_part_of_a_file_only(tmp_path: Path) -> None:
 
 
 def test_input_of_most_bytes_has_at_most_so_many_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(input_splits, "MOST_SHARDS", 64)
-    monkeypatch.setattr(input_splits, "LARGEST_SHARD_BYTES", 10)
+    monkeypatch.setattr(input_splits, "MAX_SHARDS", 64)
+    monkeypatch.setattr(input_splits, "MAX_SHARD_BYTES", 10)
     assert len(input_splits.split_files([64 * 10 + 63], [True])) == 64
 
 

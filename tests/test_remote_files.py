@@ -11,13 +11,17 @@ import torch
 from data_samples import DOCUMENTS, make_loader, opened_text, take, write_jsonl, write_prepared
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.checkpoint.local_storage import LocalStorage
+from torchtrain.checkpoint.object_storage import ObjectStorage
+from torchtrain.checkpoint.storage import open_storage
+from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
 from torchtrain.datasets import data_folder, tokenize_dataset
-from torchtrain.datasets.data_folder import open_folder
+from torchtrain.datasets.data_folder import LocalFolder, open_folder
 from torchtrain.datasets.file_formats import NotUTF8Error
 from torchtrain.datasets.remote_files import RemoteFile, identity_of_remote
 from torchtrain.datasets.tokenized import verify
-from torchtrain.errors import DataError
+from torchtrain.errors import ConfigError, DataError
+from torchtrain.files import local_path, scheme_of
 from torchtrain.object_store import open_file_system
 
 
@@ -135,6 +139,23 @@ def test_urls_with_a_host_are_read_from_that_host(tmp_path: Path) -> None:
         assert torch.equal(take(make_loader(DataConfig(path=path, prefetch=0)), 3), expected)
     with pytest.raises(DataError, match=r"hosted://server/texts/0.jsonl: it has no column 'other'"):
         make_loader(DataConfig(path="hosted://server/texts", text_column="other"))
+
+
+def test_case_of_a_scheme_does_not_matter(tmp_path: Path) -> None:
+    url = f"FILE://{tmp_path}/a"
+    assert scheme_of(url) == "file"
+    assert scheme_of("a/b://c") == ""
+    assert local_path(url) == local_path(f"file://{tmp_path}/a") == tmp_path / "a"
+    assert local_path("S3://bucket/a") is None
+    folder = open_folder(url)
+    assert isinstance(folder, LocalFolder)
+    assert folder.path == tmp_path / "a"
+    storage = open_storage(CheckpointConfig(folder=url).location("unused"))
+    assert isinstance(storage, LocalStorage)
+    assert storage.folder == tmp_path / "a"
+    assert isinstance(open_storage(CheckpointConfig(folder="S3://bucket/a").location("unused")), ObjectStorage)
+    with pytest.raises(ConfigError, match="unknown"):
+        CheckpointConfig(folder="UNKNOWN://bucket/a")
 
 
 def test_streamed_files_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path) -> None:

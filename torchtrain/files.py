@@ -26,12 +26,26 @@ from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 T = TypeVar("T")
 
 
-URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
+URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE | re.DOTALL)
+
+
+def scheme_of(location: str | Path) -> str:
+    """The scheme of a URL in lower case; an empty string for a path."""
+    match = URL.fullmatch(str(location))
+    return match[1].lower() if match else ""
 
 
 def is_url(location: str | Path) -> bool:
     """Whether ``location`` is a URL, and not a path."""
-    return URL.match(str(location)) is not None
+    return scheme_of(location) != ""
+
+
+def local_path(location: str) -> Path | None:
+    """The path of a local folder or file, which may be given as a URL file://; None for any other URL."""
+    match = URL.fullmatch(location)
+    if match is None:
+        return Path(location)
+    return Path(match[2]) if match[1].lower() in ("file", "local") else None
 
 
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

@@ -8,6 +8,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -15,9 +16,8 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.files import MISSING, TRANSIENT_ERRNOS
-from torchtrain.files import is_url as is_url  # for those that also use other functions of this module
+from torchtrain.errors import ConfigError, DataError, StorageError, TorchtrainError
+from torchtrain.files import MISSING, TRANSIENT_ERRNOS, scheme_of
 from torchtrain.logging import logger
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ T = TypeVar("T")
 # Pauses before each retry of a request, about four minutes in total.
 PAUSES_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 # A request that fails slowly, as by its timeout, is retried for no longer than one that fails at once.
-RETRY_SECONDS = 240
-LEAST_ATTEMPTS = 3
+MAX_RETRY_SECONDS = 240
+MIN_ATTEMPTS = 3
 
 # A request without an answer fails after this time, and the time that its bytes take at the slowest accepted rate.
 REQUEST_SECONDS = 60
-LEAST_BYTES_PER_SECOND = 2**18
+MIN_BYTES_PER_SECOND = 2**18
 
 # Of the S3 client, for each of our attempts. By default botocore would wait for 60 s in each of 5 attempts, and s3fs
 # would repeat that 5 times.
@@ -39,6 +39,9 @@ _S3FS_ATTEMPTS = 1
 
 # The extra of torchtrain that installs the package for a scheme.
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure", "abfss": "azure"}
+
+# Keys of fsspec's listings whose values change with the content, by provider; the first one present is used.
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "LastModified", "last_modified", "mtime", "created")
 
 _TRANSIENT_ERRNOS = {
     *TRANSIENT_ERRNOS,
@@ -104,9 +107,8 @@ def open_file_system(url: str, option: str) -> tuple[fsspec.AbstractFileSystem, 
     Raises:
         ConfigError: the scheme is unknown, its package is not installed, or the URL contains a password.
     """
-    parts = urlsplit(url)
-    scheme = parts.scheme.lower()
-    if parts.password is not None:
+    scheme = scheme_of(url)
+    if urlsplit(url).password is not None:
         raise ConfigError(
             f"{option} is a URL with a password in it, which would be logged and stored in checkpoints: pass "
             "credentials in the environment of the provider"
@@ -135,14 +137,14 @@ def with_timeout(file_system: fsspec.AbstractFileSystem, method: str, size_bytes
     """The ``method`` of ``file_system``; it fails after a time that suffices for a request of ``size_bytes``."""
     call: Callable[..., Any] = getattr(file_system, method)
     if isinstance(file_system, AsyncFileSystem):
-        return partial(call, timeout=REQUEST_SECONDS + size_bytes / LEAST_BYTES_PER_SECOND)
+        return partial(call, timeout=REQUEST_SECONDS + size_bytes / MIN_BYTES_PER_SECOND)
     return call
 
 
 def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: Sequence[float] | None = None) -> T:
     """Call ``request()``, and retry it after each of the pauses (``PAUSES_SECONDS``) after a transient error.
 
-    No retry begins later than ``RETRY_SECONDS`` after the first attempt, except for the first ``LEAST_ATTEMPTS``.
+    No retry begins later than ``MAX_RETRY_SECONDS`` after the first attempt, except for the first ``MIN_ATTEMPTS``.
 
     Args:
         request: sends requests to the store.
@@ -163,7 +165,7 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
         except (*MISSING, FileExistsError, TorchtrainError):
             raise
         except Exception as error:  # each client has its own exception types
-            chain = _causes(error, handled)
+            chain = causes(error, handled)
             status = next(filter(None, map(_status, chain)), None)
             if status in (404, 412):  # which s3fs, but not every client, translates
                 kind = FileNotFoundError if status == 404 else FileExistsError
@@ -177,7 +179,7 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
                 if isinstance(error, OSError) or status is not None:
                     raise ConfigError(f"{location}: the request is invalid: {_reason(chain)}") from error
                 raise
-            if pause is None or (attempt >= LEAST_ATTEMPTS and time.monotonic() - began >= RETRY_SECONDS):
+            if pause is None or (attempt >= MIN_ATTEMPTS and time.monotonic() - began >= MAX_RETRY_SECONDS):
                 raise StorageError(
                     f"{location}: the store does not respond: {_reason(chain)}. Start again later; nothing is lost"
                 ) from error
@@ -186,7 +188,57 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
     raise AssertionError
 
 
-def _causes(error: BaseException | None, handled: BaseException | None) -> list[BaseException]:
+def tag_of(info: dict[str, Any]) -> str:
+    """The ETag in an entry of a listing, or what the provider has instead."""
+    return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
+
+
+def has_tag(file_system: fsspec.AbstractFileSystem, path: str, tag: str) -> bool:
+    """Whether an object has the tag of a listing now; False also if the store does not answer."""
+    key, _, listed = tag.partition("=")
+    try:
+        file_system.invalidate_cache()  # as not every client follows use_listings_cache
+        value = with_timeout(file_system, "info")(path).get(key)
+    except Exception:  # each client has its own exception types
+        return False
+    # Some listings of Azure have no quotes, and those of fsspec's memory have seconds for a date.
+    forms = (str(value).strip('"'), str(value.timestamp()) if isinstance(value, datetime) else None)
+    return listed.strip('"') in forms
+
+
+def read_range(file_system: fsspec.AbstractFileSystem, path: str, url: str, start: int, end: int) -> bytes:
+    """The bytes of an object from one offset to another. ``url``: for messages.
+
+    Raises:
+        DataError: the object is shorter than when the run began, or missing.
+        StorageError: the store does not respond, or does not return the whole range, for minutes.
+    """
+
+    def read() -> bytes:
+        content: bytes = with_timeout(file_system, "cat_file", end - start)(path, start=start, end=end)
+        if len(content) != end - start:
+            require_length()
+            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
+        return content
+
+    def require_length() -> None:
+        file_system.invalidate_cache()
+        size = with_timeout(file_system, "info")(path)["size"]
+        if size < end:
+            raise DataError(f"{url} has {size} bytes, and was longer when the run began: restore it")
+
+    try:
+        return with_store_retries(read, url)
+    except MISSING as error:
+        raise DataError(f"{url} existed when the run began, and is missing now: restore it") from error
+    except (DataError, StorageError):
+        raise
+    except Exception:
+        with_store_retries(require_length, url)  # each store has its own error for a range beyond the end
+        raise
+
+
+def causes(error: BaseException | None, handled: BaseException | None = None) -> list[BaseException]:
     """The error, its cause, the cause of that, and so on, up to the error ``handled``, which is not a cause."""
     chain: list[BaseException] = []
     while error is not None and error is not handled and error not in chain:
@@ -227,7 +279,9 @@ def _type_names(chain: Sequence[BaseException]) -> set[str]:
 def _is_denied(chain: Sequence[BaseException]) -> bool:
     if any(error_code(error) in _TRANSIENT_CODES for error in chain):
         return False
-    return any(_status(error) in (401, 403) for error in chain) or bool(_type_names(chain) & _DENIED_TYPES)
+    if any(_status(error) in (401, 403) for error in chain) or _type_names(chain) & _DENIED_TYPES:
+        return True
+    return any(isinstance(error, OSError) and str(error).startswith("Forbidden: ") for error in chain)  # gcsfs: 403
 
 
 def _is_transient(chain: Sequence[BaseException]) -> bool:

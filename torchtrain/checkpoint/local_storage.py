@@ -38,6 +38,7 @@ from torchtrain.files import (
     discard,
     fsync_folder,
     is_own_file,
+    local_path,
     names_in,
     read_file,
     require_folder,
@@ -199,7 +200,9 @@ class LocalStorage(CheckpointStorage):
 
     def __init__(self, location: str) -> None:
         super().__init__(location)
-        self.folder = Path(location.removeprefix("file://"))
+        folder = local_path(location)
+        assert folder is not None, "the scheme of its URL is file"
+        self.folder = folder
 
     def check_access(self) -> None:
         if os.path.lexists(self.folder):

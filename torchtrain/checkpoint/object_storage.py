@@ -21,7 +21,7 @@ import errno
 import io
 import json
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -43,7 +43,7 @@ from torchtrain.checkpoint.storage import (
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.files import MISSING
 from torchtrain.logging import logger
-from torchtrain.object_store import LEAST_ATTEMPTS, error_code, open_file_system, with_store_retries, with_timeout
+from torchtrain.object_store import MIN_ATTEMPTS, error_code, open_file_system, with_store_retries, with_timeout
 
 # step-N, or step-N.<generation>-<id of the lease>.<number of the save>
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
@@ -145,13 +145,12 @@ class ObjectStore:
             if found != content:
                 raise
 
-    def upload(self, folder: Path, target: str = "", last: str = "") -> None:
-        """Upload the files in a local ``folder``, at the end those that make the others valid, and then ``last``."""
+    def upload(self, folder: Path, target: str = "", *, last: Sequence[str]) -> None:
+        """Upload the files in a local ``folder``; those named in ``last`` at the end, in this order."""
         file_system, root = self._opened
-        final = ["config.json", MANIFEST, last]
 
         def order(file: Path) -> tuple[int, str]:
-            return final.index(file.name) if file.name in final else -1, file.name
+            return last.index(file.name) if file.name in last else -1, file.name
 
         for file in sorted(folder.iterdir(), key=order):
             name = f"{target}/{file.name}".lstrip("/")
@@ -160,7 +159,7 @@ class ObjectStore:
 
     def check_access(self) -> None:
         """Create an object, check that it cannot be created again, and delete it. Raises ConfigError."""
-        for _ in range(LEAST_ATTEMPTS):
+        for _ in range(MIN_ATTEMPTS):
             name = f"access-{uuid4().hex}"
             try:
                 self.create(name, b"first")
@@ -391,7 +390,7 @@ class ObjectStorage(CheckpointStorage):
         return sorted(filter(LEASE_FILE.fullmatch, self.store.names("lease")))
 
     def _newest_record(self) -> _Record:
-        for _ in range(LEAST_ATTEMPTS):
+        for _ in range(MIN_ATTEMPTS):
             names = self._lease_names()
             if not names:
                 return _Record()
@@ -537,12 +536,12 @@ class ObjectStorage(CheckpointStorage):
             self.store.delete(_lease_file(lease.generation))
             raise superseded(now, lease, self.location)
         if not renewed:
-            self._rewrite_lease(self._state())
+            self._rewrite_lease()
 
-    def _rewrite_lease(self, state: _State) -> None:
-        """Store the record of ``state`` in the lease of this process. Later changes of older starts do not count."""
+    def _rewrite_lease(self) -> None:
+        """Store the current state in the lease of this process. Later changes of older starts do not count."""
         assert self._own is not None
-        lease = self._own.lease
+        lease, state = self._own.lease, self._state()
         if state.record.lease.id != lease.id:
             raise superseded(state.record.lease, lease, self.location)
         own = {folder for folder in state.complete.values() if _generation(folder) == lease.generation}
@@ -571,7 +570,7 @@ class ObjectStorage(CheckpointStorage):
             else:
                 self.store.delete(name)
         if "deleted" in state.aside.values():  # a folder of the same name may be copied there again
-            self._rewrite_lease(self._state())
+            self._rewrite_lease()
         self._abort_uploads(require_lease)
 
     def _abort_uploads(self, require_lease: Callable[[], None]) -> None:

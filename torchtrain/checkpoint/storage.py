@@ -31,7 +31,7 @@ from typing import BinaryIO
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import SupersededError
-from torchtrain.files import is_url
+from torchtrain.files import scheme_of
 
 MANIFEST = "manifest.json"
 STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -308,8 +308,7 @@ def open_storage(location: str | Path) -> CheckpointStorage:
     Raises:
         ConfigError: no storage is registered for the scheme of the URL, or a package is missing.
     """
-    scheme = str(location).partition("://")[0].lower() if is_url(location) else "file"
-    storage: CheckpointStorage = CHECKPOINT_STORAGES[scheme](str(location))
+    storage: CheckpointStorage = CHECKPOINT_STORAGES[scheme_of(location) or "file"](str(location))
     return storage
 
 

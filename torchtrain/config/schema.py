@@ -21,7 +21,7 @@ from torchtrain.config.registry import (
     Registry,
 )
 from torchtrain.errors import ConfigError
-from torchtrain.files import is_url
+from torchtrain.files import is_url, scheme_of
 
 
 def require(holds: bool, rule: str) -> None:
@@ -765,7 +765,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     def __post_init__(self) -> None:
         super().__post_init__()
         if is_url(self.folder):
-            CHECKPOINT_STORAGES.check(self.folder.partition("://")[0], CHECKPOINT_STORAGES.option)
+            CHECKPOINT_STORAGES.check(scheme_of(self.folder), CHECKPOINT_STORAGES.option)
         given = self.enable or self.load_step == -1
         require(given, f"checkpoint.load_step = {self.load_step} needs checkpoint.enable = true")
         require_one(self, "interval_tokens", "interval")

@@ -22,9 +22,8 @@ from torchtrain.datasets.remote_files import (
 from torchtrain.datasets.text_sources import StreamedText
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, TokenizedDataset
 from torchtrain.errors import DataError
-from torchtrain.files import names_in, with_retries
+from torchtrain.files import is_url, names_in, with_retries
 from torchtrain.logging import logger
-from torchtrain.object_store import is_url
 
 One = TypeVar("One", bound=SourceConfig)
 Several = TypeVar("Several", bound=SourcesConfig)

@@ -12,27 +12,26 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import xxhash
 
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.text_sources import read_with_retries
-from torchtrain.errors import ConfigError, DataError, StorageError
+from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import (
     BLOCK_BYTES,
     MISSING,
     atomic_write,
     hash_of,
+    local_path,
     open_lock_file,
     partial_path,
     read_file,
     with_retries,
 )
-from torchtrain.object_store import is_url, open_file_system, with_store_retries
+from torchtrain.object_store import has_tag, open_file_system, read_range, tag_of, with_store_retries, with_timeout
 
 Range = tuple[str, int, int]
 """Name of a file, offset, and number of bytes."""
@@ -40,9 +39,6 @@ Range = tuple[str, int, int]
 _OPEN_FILES = 256  # maximum number of open files of a folder
 _CONNECTIONS = 32  # maximum number of concurrent requests to an object store
 _READ_AHEAD = 4096  # maximum number of ranges that are read ahead
-
-# Keys of fsspec's listings whose values change with the content, by provider; the first one present is used.
-_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "crc32c", "LastModified", "last_modified", "mtime", "created")
 
 
 class DataFolder(ABC):
@@ -103,64 +99,6 @@ def open_folder(location: str, option: str = "", cache: RangeCache | None = None
     """
     path = local_path(location)
     return RemoteFolder(location, option, cache) if path is None else LocalFolder(path)
-
-
-def local_path(location: str) -> Path | None:
-    """The path of a local folder or file, which may be given as a URL file://; None for any other URL."""
-    if not is_url(location):
-        return Path(location)
-    scheme, _, path = location.partition("://")
-    return Path(path) if scheme.lower() in ("file", "local") else None
-
-
-def tag_of(info: dict[str, Any]) -> str:
-    """The ETag in an entry of a listing, or what the provider has instead."""
-    return next((f"{key}={info[key]}" for key in _TAGS if info.get(key)), "")
-
-
-def has_tag(file_system: fsspec.AbstractFileSystem, path: str, tag: str) -> bool:
-    """Whether an object has the tag of a listing now; False also if the store does not answer."""
-    key, _, listed = tag.partition("=")
-    try:
-        file_system.invalidate_cache()  # as not every client follows use_listings_cache
-        value = file_system.info(path).get(key)
-    except Exception:  # each client has its own exception types
-        return False
-    # Some listings of Azure have no quotes, and those of fsspec's memory have seconds for a date.
-    forms = (str(value).strip('"'), str(value.timestamp()) if isinstance(value, datetime) else None)
-    return listed.strip('"') in forms
-
-
-def read_range(file_system: fsspec.AbstractFileSystem, path: str, url: str, start: int, end: int) -> bytes:
-    """The bytes of an object from one offset to another. ``url``: for messages.
-
-    Raises:
-        DataError: the object is shorter than when the run began, or missing.
-        StorageError: the store does not respond, or does not return the whole range, for minutes.
-    """
-
-    def read() -> bytes:
-        content: bytes = file_system.cat_file(path, start=start, end=end)
-        if len(content) != end - start:
-            require_length()
-            raise ConnectionError(f"received {len(content)} bytes instead of {end - start}")
-        return content
-
-    def require_length() -> None:
-        file_system.invalidate_cache()
-        size = file_system.info(path)["size"]
-        if size < end:
-            raise DataError(f"{url} has {size} bytes, and was longer when the run began: restore it")
-
-    try:
-        return with_store_retries(read, url)
-    except MISSING as error:
-        raise DataError(f"{url} existed when the run began, and is missing now: restore it") from error
-    except (DataError, StorageError):
-        raise
-    except Exception:
-        with_store_retries(require_length, url)  # each store has its own error for a range beyond the end
-        raise
 
 
 class LocalFolder(DataFolder):
@@ -285,7 +223,7 @@ class RemoteFolder(DataFolder):
 
         def list_objects() -> dict[str, int]:
             self._file_system.invalidate_cache()
-            entries = self._file_system.ls(self._path, detail=True)
+            entries = with_timeout(self._file_system, "ls")(self._path, detail=True)
             files = [entry for entry in entries if entry["type"] == "file" and entry["name"].strip("/") != self._path]
             by_name = {entry["name"].rpartition("/")[2]: entry for entry in files}
             self._listed = {name: (entry["size"], tag_of(entry)) for name, entry in by_name.items()}
@@ -298,7 +236,8 @@ class RemoteFolder(DataFolder):
 
     def read(self, name: str) -> bytes:
         key = self._key(name)
-        content: bytes = with_store_retries(lambda: self._file_system.cat_file(key), self._url(name))
+        read = functools.partial(with_timeout(self._file_system, "cat_file"), key)
+        content: bytes = with_store_retries(read, self._url(name))
         return content
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
@@ -328,7 +267,8 @@ class RemoteFolder(DataFolder):
 
     def hash_of(self, name: str) -> str:
         key, url = self._key(name), self._url(name)
-        size = int(with_store_retries(lambda: self._file_system.info(key), url)["size"])
+        info = functools.partial(with_timeout(self._file_system, "info"), key)
+        size = int(with_store_retries(info, url)["size"])
         digest = xxhash.xxh3_128()
         for start in range(0, size, BLOCK_BYTES):
             digest.update(read_range(self._file_system, key, url, start, min(size, start + BLOCK_BYTES)))
@@ -350,13 +290,15 @@ class RemoteFolder(DataFolder):
                     "free space there, or set TMPDIR to another disk"
                 ) from error
             with self._bucket_exists():
-                with_store_retries(lambda: self._file_system.put_file(file.name, key), self._url(name))
+                put = with_timeout(self._file_system, "put_file", os.path.getsize(file.name))
+                with_store_retries(functools.partial(put, file.name, key), self._url(name))
 
     def create(self, name: str, content: bytes) -> bool:
         key = self._key(name)
         try:
             with self._bucket_exists():
-                with_store_retries(lambda: self._file_system.pipe_file(key, content, mode="create"), self._url(name))
+                create = with_timeout(self._file_system, "pipe_file", len(content))
+                with_store_retries(functools.partial(create, key, content, mode="create"), self._url(name))
         except FileExistsError:
             return False
         return True
@@ -373,5 +315,7 @@ class RemoteFolder(DataFolder):
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
+            key = self._key(name)
             with contextlib.suppress(FileNotFoundError):
-                with_store_retries(functools.partial(self._file_system.rm_file, self._key(name)), self._url(name))
+                remove = with_timeout(self._file_system, "rm_file")
+                with_store_retries(functools.partial(remove, key), self._url(name))

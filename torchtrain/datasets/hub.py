@@ -40,8 +40,9 @@ from torchtrain.datasets.local_files import identity_and_key, identity_of
 from torchtrain.datasets.remote_files import HEAD_ROWS, RangeFile
 from torchtrain.datasets.text_sources import DatasetText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
-from torchtrain.files import TRANSIENT_ERRNOS, hash_of, with_retries
+from torchtrain.files import TRANSIENT_ERRNOS, hash_of, is_url, with_retries
 from torchtrain.logging import logger
+from torchtrain.object_store import causes
 
 T = TypeVar("T")
 
@@ -195,7 +196,7 @@ def _local_files(source: SourceConfig, label: str) -> list[Path]:
         return []
     splits = with_network_retries(partial(_builder, source), label).config.data_files or {}
     urls = [url for split, urls in splits.items() if str(split) in source.split for url in urls]  # or "train[:10%]"
-    return [Path(url) for url in urls if "://" not in url]
+    return [Path(url) for url in urls if not is_url(url)]
 
 
 def with_network_retries(request: Callable[[], T], label: str) -> T:
@@ -205,13 +206,13 @@ def with_network_retries(request: Callable[[], T], label: str) -> T:
         DataError: the error is not transient.
         StorageError: the last attempt failed with a transient error.
     """
-    for pause in (*text_sources.RETRY_SECONDS, None):
+    for pause in (*text_sources.PAUSES_SECONDS, None):
         try:
             return request()
         except TorchtrainError:
             raise
         except Exception as error:  # the clients of the hub and of HTTP have dozens of exception types
-            chain = _causes(error)
+            chain = causes(error)
             reason = ", because of ".join(dict.fromkeys(" ".join(str(cause).split()) or repr(cause) for cause in chain))
             if not _is_transient(chain):
                 raise DataError(f"cannot open {label}: {reason}") from error
@@ -223,15 +224,6 @@ def with_network_retries(request: Callable[[], T], label: str) -> T:
             logger.error("%s: next attempt in %g s: %s", label, seconds, reason)
             time.sleep(seconds)
     raise AssertionError
-
-
-def _causes(error: BaseException | None) -> list[BaseException]:
-    """The error, its cause, the cause of that, and so on."""
-    chain: list[BaseException] = []
-    while error is not None and error not in chain:
-        chain.append(error)
-        error = error.__cause__ or error.__context__
-    return chain
 
 
 def _is_transient(chain: Sequence[BaseException]) -> bool:

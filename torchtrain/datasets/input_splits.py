@@ -28,9 +28,9 @@ from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.errors import DataError
 from torchtrain.files import hash_of
 
-SHARD_BYTES = 1 << 18  # minimum size of the text of a shard
-LARGEST_SHARD_BYTES = 1 << 26  # of the input of a shard; of more than 1 TiB of input, shards are larger
-MOST_SHARDS = 1 << 14
+MIN_SHARD_BYTES = 1 << 18  # minimum size of the text of a shard
+MAX_SHARD_BYTES = 1 << 26  # of the input of a shard; of more than 1 TiB of input, shards are larger
+MAX_SHARDS = 1 << 14
 
 
 @dataclass
@@ -249,7 +249,7 @@ def _range_reader(name: str, column: str, split: Split) -> Reader:
 
 def split_documents(documents: int, text_bytes: int | None) -> list[range]:
     """Numbers of the documents of each shard: enough shards for many cores, and not too many files for little data."""
-    largest = documents if text_bytes is None else max(1, text_bytes // SHARD_BYTES)
+    largest = documents if text_bytes is None else max(1, text_bytes // MIN_SHARD_BYTES)
     count = min(documents, largest, max(64, min(4096, documents // 1024)))
     borders = [documents * number // count for number in range(count + 1)]
     return [range(borders[number], borders[number + 1]) for number in range(count)]
@@ -258,7 +258,7 @@ def split_documents(documents: int, text_bytes: int | None) -> list[range]:
 def split_files(sizes: Sequence[int], splittable: Sequence[bool]) -> list[list[Split]]:
     """Divide files of ``sizes`` into shards of about the same size; files that are not splittable stay whole."""
     total = sum(sizes)
-    shard_bytes = max(SHARD_BYTES, min(total // 64, LARGEST_SHARD_BYTES), -(-total // MOST_SHARDS))
+    shard_bytes = max(MIN_SHARD_BYTES, min(total // 64, MAX_SHARD_BYTES), -(-total // MAX_SHARDS))
     shards: list[list[Split]] = [[]]
     room = shard_bytes
     for file, size in enumerate(sizes):

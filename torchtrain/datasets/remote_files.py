@@ -13,14 +13,13 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
-from torchtrain.datasets.data_folder import has_tag, local_path, read_range, tag_of
 from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
 from torchtrain.datasets.local_files import identity_of
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
-from torchtrain.files import MISSING
-from torchtrain.object_store import is_url, open_file_system, with_store_retries
+from torchtrain.files import MISSING, is_url, local_path, scheme_of
+from torchtrain.object_store import has_tag, open_file_system, read_range, tag_of, with_store_retries
 
 RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
 
@@ -89,7 +88,7 @@ def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[Rem
     """
     if not all(map(is_url, paths)):
         raise DataError(f"{label} mixes URLs and local paths; put them into two tables [[data.sources]]")
-    if len({path.partition("://")[0].lower() for path in paths}) > 1:
+    if len(set(map(scheme_of, paths))) > 1:
         raise DataError(f"{label} mixes URLs of several file systems; give each a table [[data.sources]]")
     files = list({file.url: file for path in paths for file in _find(path, label, option)}.values())
     if bad := [file.name for file in files if not kind_of(file.name)[0]]:
@@ -111,6 +110,7 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
     def find() -> tuple[dict[str, Any], bool]:
         file_system.invalidate_cache()
         if has_magic(path):
+            # Without a time limit, because the listing of a large folder takes many requests.
             return file_system.glob(path, detail=True), False
         info = file_system.info(path)
         if info["type"] == "directory":

@@ -20,13 +20,13 @@ T = TypeVar("T")
 Documents = Callable[[int, OnMalformed], Iterator[str | None]]
 
 # Pauses before each retry of reading data, about four minutes in total.
-RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
+PAUSES_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 
 
 def read_with_retries(read: Callable[[], T], path: Path) -> T:
     """Call ``read()``, which reads a file that existed at the start of the run, with retries for about four minutes."""
     try:
-        return with_retries(read, path, RETRY_SECONDS)
+        return with_retries(read, path, PAUSES_SECONDS)
     except MISSING as error:
         raise DataError(f"{path} was there when the run began, and is missing now: restore it") from error
 

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.builtin_sources import open_source
-from torchtrain.datasets.data_folder import DataFolder, LocalFolder, local_path, open_folder
+from torchtrain.datasets.data_folder import DataFolder, LocalFolder, open_folder
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.input_splits import (
     InputCounts,
@@ -46,13 +46,21 @@ from torchtrain.datasets.input_splits import (
 from torchtrain.datasets.local_files import are_plain_text, find_text_files, identity_of, log_malformed, log_not_utf8
 from torchtrain.datasets.packing import DocumentSource, text_bytes
 from torchtrain.datasets.remote_files import find_remote_files, identity_of_remote
-from torchtrain.datasets.text_sources import RETRY_SECONDS
+from torchtrain.datasets.text_sources import PAUSES_SECONDS
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, StorageError, TorchtrainError
-from torchtrain.files import MISSING, TRANSIENT_ERRNOS, fsync_folder, open_lock_file, unreadable, with_retries
+from torchtrain.files import (
+    MISSING,
+    TRANSIENT_ERRNOS,
+    fsync_folder,
+    is_url,
+    local_path,
+    open_lock_file,
+    unreadable,
+    with_retries,
+)
 from torchtrain.logging import logger
-from torchtrain.object_store import is_url
 
 POLL_SECONDS = 10.0  # between listings of the output folder, for the progress of all processes
 
@@ -302,13 +310,13 @@ def _with_input_retries(write: Callable[[str, int], int], name: str, number: int
     Raises:
         StorageError: the last attempt failed, too.
     """
-    for pause in (*RETRY_SECONDS, None):
+    for pause in (*PAUSES_SECONDS, None):
         try:
             return write(name, number)
         except _InputError as failed:
             error = failed.error
             if pause is None:
-                raise unreadable("the input", error, len(RETRY_SECONDS) + 1) from error
+                raise unreadable("the input", error, len(PAUSES_SECONDS) + 1) from error
             logger.warning("%s: next attempt in %g s: %s", error.filename or "the input", pause, error.strerror)
             time.sleep(pause)
     raise AssertionError

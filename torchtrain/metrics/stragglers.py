@@ -22,7 +22,7 @@ PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
 KINDS = ("data wait", "compute")
 # A delay of less than this share of a step is not reported.
-LEAST_SHARE_OF_STEP = 0.05
+MIN_SHARE_OF_STEP = 0.05
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ class StragglerWatch:
             for rank, seconds in enumerate(times):
                 # The probe is a sample of the computation: if it is slow, the whole step is slow by the same factor.
                 delay = seconds - median if kind == "data wait" else (seconds / median - 1) * step_seconds
-                if seconds > self.config.straggler_factor * median and delay > LEAST_SHARE_OF_STEP * step_seconds:
+                if seconds > self.config.straggler_factor * median and delay > MIN_SHARE_OF_STEP * step_seconds:
                     host = self.hosts[rank]
                     usual = f"the median of {len(times)} ranks is {median:.3f} s (steps of {step_seconds:.3f} s)"
                     logger.warning(f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where {usual}")

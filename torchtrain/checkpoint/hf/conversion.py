@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.hf.config import read_hf_config
+from torchtrain.checkpoint.hf.config import CONFIG_FILE, read_hf_config
 from torchtrain.checkpoint.hf.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import StoredCheckpoint
+from torchtrain.checkpoint.storage import MANIFEST, StoredCheckpoint
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
@@ -67,7 +67,7 @@ def convert(
         with TemporaryDirectory(prefix="torchtrain-convert-") as folder:
             converted = Path(folder) / "converted"
             convert(source_path, converted, to, dtype_name, tokenizer_path, weights, average)
-            store.upload(converted)
+            store.upload(converted, last=(CONFIG_FILE, MANIFEST))  # which make a folder of weights complete
         logger.info("wrote %s", target)
         return
     target = Path(target)

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
+from torchtrain.checkpoint.hf.config import CONFIG_FILE
 from torchtrain.checkpoint.hf.weights import require_exportable, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.object_storage import ObjectStore
@@ -78,5 +79,5 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
         store = ObjectStore(config.checkpoint.folder, "checkpoint.folder")
         store.delete(f"hf/{NOTE}")  # first, so that an interrupted export is repeated
         store.delete_folder("hf")
-        store.upload(folder, "hf", last=NOTE)
+        store.upload(folder, "hf", last=(CONFIG_FILE, NOTE))
         logger.info("wrote %s", store.url_of("hf"))
