@@ -5,6 +5,7 @@ run. Its own options are in the section "prepare". Under torchrun, srun or as a 
 share of the output, on any number of machines.
 """
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import cores_of_process, process_share
 from torchtrain.errors import ConfigError
-from torchtrain.files import require_folder, with_retries
+from torchtrain.files import local_path, require_folder, with_retries
 from torchtrain.logging import logger
 
 
@@ -37,7 +38,7 @@ def run(config: JobConfig) -> int:
         ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
     """
     # Imported here, so that --help and rejected options do not import datasets.
-    from torchtrain.datasets.data_folder import local_path, open_folder
+    from torchtrain.datasets.data_folder import open_folder
     from torchtrain.datasets.tokenize_dataset import prepare
     from torchtrain.datasets.tokenized import verify
 
@@ -72,6 +73,7 @@ def run(config: JobConfig) -> int:
         if manifest is None:
             continue
         shards = manifest.shards
+        logger.setLevel(logging.INFO)  # the process that finishes last reports the result, whatever its rank
         logger.info(
             "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
             "to train on it: --data.path %s",
