@@ -28,7 +28,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any
 
 import torch
 from s3_faults import S3Faults
@@ -38,9 +39,13 @@ from torchtrain.checkpoint.format import VerifiedReader, read_manifest, verify
 from torchtrain.checkpoint.object_storage import ObjectStorage
 from torchtrain.checkpoint.storage import StoredCheckpoint
 
+if TYPE_CHECKING:  # crash_test imports this module
+    from crash_test import Run
+
 ROOT = Path(__file__).parent.parent
 BUCKET, URL = "bucket", "s3://bucket/run/checkpoint"
 KEYS = {"AWS_ACCESS_KEY_ID": "crash", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+START_SECONDS = 120  # of the server
 # The server and the proxy are slow.
 SMALL_MODEL = "--model.shape.dim 32 --model.shape.n_layers 2 --model.shape.ffn_dim 64"
 TROUBLE = ("slow down", "error", "reset", "truncate", "lost answer")
@@ -51,12 +56,10 @@ object_store.PAUSES_SECONDS = (0.2, 0.5, 1, 1, 1, 1, 1)
 """
 
 
-class Run(Protocol):
-    def wait(self) -> list[int]: ...
-    def wait_for(self, condition: Callable[[], bool]) -> None: ...
-    def kill(self, *ranks: int, number: int = 9) -> None: ...
-    def end(self) -> None: ...
-    def output(self) -> str: ...
+def _answers(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
 
 
 class Server:
@@ -69,12 +72,16 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         command = [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.url = f"http://127.0.0.1:{port}"
-        for _ in range(600):
-            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-                break
-            time.sleep(0.1)
+        with TemporaryFile() as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+            self.url = f"http://127.0.0.1:{port}"
+            deadline = time.monotonic() + START_SECONDS
+            while not _answers(port):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.stop()
+                    log.seek(0)
+                    raise SystemExit(f"the S3 server did not start:\n{log.read().decode(errors='replace')}")
+                time.sleep(0.1)
         options = {"aws_access_key_id": "crash", "aws_secret_access_key": "test", "region_name": "us-east-1"}
         self.client: Any = boto3.client("s3", endpoint_url=self.url, **options)
         self.client.create_bucket(Bucket=BUCKET)
@@ -95,7 +102,7 @@ class Trial:
     server: Server
     proxy: S3Faults
     rng: random.Random
-    starts: Callable[[str, str, int], Run]
+    starts: "Callable[[str, str, int], Run]"
     """Starts a run with its name, ``checkpoint.folder`` and number of steps."""
     lose_disks: Callable[[], object]
     """Removes the dump folders of all ranks."""
@@ -107,7 +114,7 @@ class Trial:
     def __post_init__(self) -> None:
         self.storage = ObjectStorage(URL)  # past the proxy
 
-    def start(self, steps: int = 10**9) -> Run:
+    def start(self, steps: int = 10**9) -> "Run":
         self.number += 1
         if self.number % 2:
             self.lose_disks()
@@ -116,17 +123,17 @@ class Trial:
     def newest(self) -> int:
         return max(self.storage.steps(), default=0)
 
-    def wait_for_save(self, run: Run) -> None:
+    def wait_for_save(self, run: "Run") -> None:
         """Wait for one more checkpoint."""
         before = self.newest()
         run.wait_for(lambda: time.sleep(0.1) or self.newest() > before)
 
-    def start_and_save(self) -> Run:
+    def start_and_save(self) -> "Run":
         run = self.start()
         self.wait_for_save(run)
         return run
 
-    def expect(self, run: Run, code: int, message: str = "") -> None:
+    def expect(self, run: "Run", code: int, message: str = "") -> None:
         codes = run.wait()
         assert codes == [code] * self.ranks, f"exit codes {codes}, not {code}\n{run.output()}"
         assert message in run.output(), run.output()
@@ -148,7 +155,7 @@ def kill(trial: Trial) -> None:
     trial.inside_saves += trial.saving()
 
 
-def stop(trial: Trial, run: Run) -> None:
+def stop(trial: Trial, run: "Run") -> None:
     run.kill(number=15)
     trial.expect(run, 75)
 
