@@ -116,6 +116,8 @@ def their_policies(row: Row) -> Iterator[None]:
         stack.enter_context(patch.object(activation_checkpoint, "saved_linear_layers", lambda _: row.kept))
         stack.enter_context(patch.object(model, "apply_rope", complex_rope))
         stack.enter_context(patch.object(simulation, "fused_rms_norm", nullcontext))
+        # Each of their chunks adds a gradient of the output matrix.
+        stack.enter_context(patch.object(OutputLoss, "keeps_logits_grad", lambda *_: False))
         if row.holds_logits:
             stack.enter_context(patch.object(output_loss, "cross_entropy_sum", holding))
         if not row.compiled_loss:

@@ -37,11 +37,12 @@ def loss_and_gradients(loss: OutputLoss, hidden: Tensor, output: nn.Linear, labe
     return [value.detach(), *gradients]
 
 
+@pytest.mark.parametrize("dim", [16, 64])  # the gradients of the logits of 60 tokens are kept if dim is at least 60
 @pytest.mark.parametrize("tokens", [1, 8, 30, 1000])
-def test_chunked_loss_equals_the_plain_loss(tokens: int) -> None:
+def test_chunked_loss_equals_the_plain_loss(tokens: int, dim: int) -> None:
     torch.manual_seed(0)
-    hidden = torch.randn(3, 20, DIM, requires_grad=True)
-    output = nn.Linear(DIM, VOCAB, bias=False)
+    hidden = torch.randn(3, 20, dim, requires_grad=True)
+    output = nn.Linear(dim, VOCAB, bias=False)
     labels = torch.randint(VOCAB, (3, 20))
     labels[0, 3:] = IGNORE_INDEX
     plain = loss_and_gradients(OutputLoss(0), hidden, output, labels)
@@ -110,12 +111,47 @@ def test_chunked_loss_never_materializes_all_logits() -> None:
     assert chunked.numel == max(40 * VOCAB, hidden.numel())
 
 
-def test_chunked_bfloat16_gradients_are_as_accurate_as_plain_ones() -> None:
+class ScaledLinear(nn.Linear):
+    """A linear layer whose gradient is not the product of those of its outputs and its inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * super().forward(x)
+
+
+@pytest.mark.parametrize(("layer", "bias"), [(ScaledLinear, False), (nn.Linear, True)])
+def test_chunked_loss_of_another_output_layer_equals_the_plain_loss(layer: type[nn.Linear], bias: bool) -> None:
     torch.manual_seed(0)
-    output = nn.Linear(DIM, VOCAB, bias=False).bfloat16()
-    hidden = torch.randn(2, 64, DIM).bfloat16().requires_grad_()
+    hidden, labels = torch.randn(3, 20, 64, requires_grad=True), torch.randint(VOCAB, (3, 20))
+    output = layer(64, VOCAB, bias=bias)
+    plain, chunked = (loss_and_gradients(OutputLoss(tokens), hidden, output, labels) for tokens in (0, 8))
+    assert max(map(relative_error, chunked, plain)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("split_backward", "dim", "kept"), [(False, 128, True), (False, 63, False), (True, 128, False)]
+)
+def test_gradient_of_the_output_matrix_is_added_in_float32_or_one_product(
+    split_backward: bool, dim: int, kept: bool
+) -> None:
+    """One product of all chunks, where the gradients of the logits do not need more memory than that matrix."""
+    output = nn.Linear(dim, VOCAB, bias=False).bfloat16()
+    hidden = torch.randn(2, 64, dim).bfloat16().requires_grad_()
+    with instrument(StepRecorder("cpu")) as recorder:
+        loss = OutputLoss(16, split_backward=split_backward)(hidden, output, torch.randint(VOCAB, (2, 64)))
+        torch.autograd.grad(loss.sum(), (hidden, output.weight))
+        recorder.end_step()
+    products = [operation.flops for operation in recorder.steps[0].operations if operation.flops]
+    whole = 2 * 128 * VOCAB * dim
+    assert products == [whole // 8] * 16 + [whole] if kept else [whole // 8] * 24
+
+
+@pytest.mark.parametrize("dim", [16, 64])
+def test_chunked_bfloat16_gradients_are_as_accurate_as_plain_ones(dim: int) -> None:
+    torch.manual_seed(0)
+    output = nn.Linear(dim, VOCAB, bias=False).bfloat16()
+    hidden = torch.randn(2, 64, dim).bfloat16().requires_grad_()
     labels = torch.randint(VOCAB, (2, 64))
-    exact_output = nn.Linear(DIM, VOCAB, bias=False).double()
+    exact_output = nn.Linear(dim, VOCAB, bias=False).double()
     exact_output.load_state_dict(output.state_dict())
     exact_hidden = hidden.detach().double().requires_grad_()
     exact = loss_and_gradients(OutputLoss(0), exact_hidden, exact_output, labels)
@@ -141,19 +177,19 @@ def test_number_of_chunks_divides_the_sequence_and_respects_the_limit() -> None:
     assert on_cpu.chunks(torch.Size((2, 8192)), 128256) == 2 * 8192 // 256
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_chunked_loss_equals_the_plain_loss_under_fsdp(gloo: GlooPool, tied: bool) -> None:
-    for plain, chunked in gloo.run(2, sharded_gradients, tied):
+@pytest.mark.parametrize(("tied", "dim"), [(False, 16), (True, 16), (True, 64)])
+def test_chunked_loss_equals_the_plain_loss_under_fsdp(gloo: GlooPool, tied: bool, dim: int) -> None:
+    for plain, chunked in gloo.run(2, sharded_gradients, tied, dim):
         assert plain.keys() == chunked.keys()
         for name, reference in plain.items():
             assert relative_error(chunked[name], reference) < 1e-6, name
 
 
-def sharded_gradients(tied: bool) -> list[dict[str, Any]]:
+def sharded_gradients(tied: bool, dim: int) -> list[dict[str, Any]]:
     results = []
     for tokens in (0, 5):
         config = TransformerConfig(
-            dim=DIM, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=VOCAB, tied_embeddings=tied
+            dim=dim, n_layers=2, n_heads=2, n_kv_heads=1, ffn_dim=32, vocab_size=VOCAB, tied_embeddings=tied
         )
         with torch.device("meta"):
             model = Transformer(config)

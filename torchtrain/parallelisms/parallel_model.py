@@ -115,9 +115,14 @@ def build_parallel_model(
         parallelize(stage, mesh, config, reducer)
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty splits a shared parameter in two
-    loss = OutputLoss(training.loss_chunk_tokens, z_weight=training.z_loss_weight, compile=config.compile.enable)
-    split = mesh.degrees.pipeline > 1
-    pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if split else None
+    has_stages = mesh.degrees.pipeline > 1
+    loss = OutputLoss(
+        training.loss_chunk_tokens,
+        z_weight=training.z_loss_weight,
+        compile=config.compile.enable,
+        split_backward=has_stages and "ZeroBubble" in parallelism.pipeline_parallel_schedule,
+    )
+    pipeline = Pipeline(stages, mesh, device, loss, training, parallelism) if has_stages else None
     accumulation = parallelism.fsdp_gradient_accumulation
     return ParallelModel(mesh, device, list(stages.values()), pipeline, loss, accumulation, reducer)
 

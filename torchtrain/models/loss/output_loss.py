@@ -84,10 +84,16 @@ class OutputLoss:
     max_logits_bytes: int = 1 << 30
     """Default size of the float32 logits of a chunk: large enough for matrix products at full speed on a GPU."""
 
-    def __init__(self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False):
-        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1: limited by ``max_logits_bytes``; 0: no chunks."""
+    def __init__(
+        self, chunk_tokens: int = -1, *, z_weight: float = 0.0, compile: bool = False, split_backward: bool = False
+    ):
+        """``chunk_tokens`` (``training.loss_chunk_tokens``): -1: limited by ``max_logits_bytes``; 0: no chunks.
+
+        ``split_backward``: whether backward runs twice, for the gradients of activations and then of parameters.
+        """
         self.chunk_tokens = chunk_tokens
         self.z_weight = z_weight
+        self.split_backward = split_backward
         self.compiled = torch.compile(token_losses, fullgraph=True) if compile else token_losses
         self.compiled_by_row = torch.compile(token_losses_by_row, fullgraph=True) if compile else token_losses_by_row
         self.by_row: list[Tensor] | None = None
@@ -113,9 +119,19 @@ class OutputLoss:
             parts = zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
             return torch.stack([self.chunk_losses(output(h), some) for h, some in parts]).sum(dim=0)
         loss: Tensor = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, output.weight, output, labels, chunks, self.chunk_losses
+            hidden, output.weight, output, labels, chunks, self.chunk_losses, self.keeps_logits_grad(output, labels)
         )
         return loss
+
+    def keeps_logits_grad(self, output: nn.Module, labels: Tensor) -> bool:
+        """Whether to keep the gradients of the logits until backward, instead of adding gradients of the weight.
+
+        They take at most as much memory as a float32 gradient of the weight.
+        """
+        weight = output.get_parameter("weight")
+        is_linear = type(output) is nn.Linear and output.bias is None
+        fits = labels.numel() * weight.itemsize <= 4 * weight.shape[1]
+        return is_linear and fits and not self.split_backward  # it would compute the gradient of the weight twice
 
     def chunk_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
         # The collectives of loss_parallel cannot be compiled.
@@ -143,11 +159,14 @@ class OutputLoss:
 class _ChunkedLoss(torch.autograd.Function):
     """Autograd function that computes loss and gradients chunk by chunk in its forward:
 
-        for each chunk:  h -> logits -> loss -> gradients of h and weight; then its logits are freed
-        forward returns  the sum of the losses, and saves  [gradients of h], sum of the gradients of weight
+        for each chunk:  h -> logits -> loss -> gradients of h and of logits or weight; then its logits are freed
+        forward returns  the sum of the losses, and saves  [gradients of h], and [gradients of logits] or the sum of the
+                         gradients of weight
         backward         multiplies both by the gradient of that sum
 
-    ``h`` is detached from the model, so that ``torch.autograd.grad`` in forward differentiates only the chunk.
+    With ``keeps_logits_grad``, backward computes the gradient of weight as one product, instead of adding a matrix of
+    this size for each chunk. ``h`` is detached from the model, so that ``torch.autograd.grad`` in forward
+    differentiates only the chunk.
     """
 
     @staticmethod
@@ -159,26 +178,57 @@ class _ChunkedLoss(torch.autograd.Function):
         labels: Tensor,
         chunks: int,
         token_losses: Callable[[Tensor, Tensor], Tensor],
+        keeps_logits_grad: bool,
     ) -> Tensor:
         total: Tensor | None = None
         weight_grad: Tensor | None = None
+        logits_grad: Tensor | None = None  # (bs, seq, vocab), of this rank's shard of the vocabulary
         hidden_grads = []
-        for h, some_labels in zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True):
+        for i, (h, some_labels) in enumerate(
+            zip(hidden.chunk(chunks, dim=1), labels.chunk(chunks, dim=1), strict=True)
+        ):
             with torch.enable_grad():
                 h = h.detach().requires_grad_()
-                loss = token_losses(output(h), some_labels)
-                hidden_grad, grad = torch.autograd.grad(loss.sum(), (h, weight))
+                logits = output(h)
+                loss = token_losses(logits, some_labels)
+                hidden_grad, grad = torch.autograd.grad(loss.sum(), (h, logits if keeps_logits_grad else weight))
             hidden_grads.append(hidden_grad)
-            # Accumulated in float32, because there may be many chunks.
-            weight_grad = grad.float() if weight_grad is None else weight_grad.add_(grad)
+            if keeps_logits_grad:
+                grad = _local(grad)
+                if logits_grad is None:
+                    logits_grad = grad.new_empty(*labels.shape, grad.shape[-1])
+                logits_grad.chunk(chunks, dim=1)[i].copy_(grad)
+            else:
+                # Accumulated in float32, because there may be many chunks.
+                weight_grad = grad.float() if weight_grad is None else weight_grad.add_(grad)
             total = loss.detach() if total is None else total + loss.detach()
+            del logits, grad  # before those of the next chunk are allocated
         assert total is not None
-        ctx.save_for_backward(torch.cat(hidden_grads, dim=1), weight_grad)
-        ctx.weight_dtype = weight.dtype
+        kept_hidden = hidden if keeps_logits_grad else None
+        ctx.save_for_backward(torch.cat(hidden_grads, dim=1), weight, kept_hidden, logits_grad, weight_grad)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         scale = grads[0][0]  # that of the z-loss is the same: the training loss is the sum of both
-        hidden_grad, weight_grad = ctx.saved_tensors
-        return hidden_grad * scale, (weight_grad * scale).to(ctx.weight_dtype), None, None, None, None
+        hidden_grad, weight, hidden, logits_grad, weight_grad = ctx.saved_tensors
+        if logits_grad is None:
+            weight_grad = (weight_grad * scale).to(weight.dtype)
+        else:
+            # The hidden states are scaled instead of the product, because they are much smaller.
+            product = logits_grad.flatten(0, 1).T @ (_local(hidden) * scale).flatten(0, 1)
+            weight_grad = _like(weight, product)
+        return hidden_grad * scale, weight_grad, None, None, None, None, None
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: Tensor, shard: Tensor) -> Tensor:
+    """The tensor with the layout of ``parameter`` whose part of this rank is ``shard``."""
+    if not isinstance(parameter, DTensor):
+        return shard
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=shape, stride=stride)
