@@ -30,7 +30,10 @@ ATTENTION = {
 }
 # Kernels that may spill, by a pattern of their names, and how many bytes.
 ACCEPTED_SPILLS = {
-    "tem_fused.*flex_attention_backward": 336,  # head_dim 128: PyTorch's template with its default blocks
+    # float8: one of five configurations, between which a GPU chooses by timing them.
+    "triton_red_fused__fused_rms_norm__fused_rms_norm_backward__scaled_mm": 72,
+    "tem_fused.*flex_attention_backward": 88,  # at head_dim 128, outside of its loops
+    "tem_fused(?!.*backward).*flex_attention": 80,  # A100, head_dim 64; eight warps need more instructions
 }
 
 

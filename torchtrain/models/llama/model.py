@@ -100,6 +100,23 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
+# Options of flex_attention's kernels for bfloat16, by compute capability and head_dim. With its defaults, these kernels
+# run out of registers and use memory instead, within their loops (docs/lowering.md has the figures).
+FLEX_OPTIONS: dict[tuple[int, int, int], dict[str, int]] = {
+    (8, 0, 64): {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32},
+    (8, 0, 128): {"bwd_num_warps": 8},
+    (9, 0, 64): {"fwd_num_warps": 8},
+    (9, 0, 128): {"bwd_num_stages": 2},
+    (10, 0, 64): {"fwd_num_warps": 8, "bwd_num_warps": 8, "bwd_num_stages": 2},
+    (10, 0, 128): {"bwd_num_warps": 8, "bwd_num_stages": 2},
+}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def compute_capability() -> tuple[int, int]:
+    return torch.cuda.get_device_capability()
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> Tensor:
     """Scaled dot-product attention, softmax(q k^T / sqrt(head_dim)) v, with a causal mask or with ``mask``.
 
@@ -112,7 +129,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | BlockMask | None) -> 
         # flex_attention must be compiled, by itself or within a compiled block: else it computes masked scores, too.
         alone = q.is_cuda and not torch.compiler.is_compiling()
         flex = compiled_flex_attention() if alone else flex_attention
-        return flex(q, k, v, block_mask=mask, enable_gqa=gqa)  # type: ignore[no-any-return]
+        has_options = q.is_cuda and q.dtype is torch.bfloat16
+        options = FLEX_OPTIONS.get((*compute_capability(), q.shape[-1])) if has_options else None
+        return flex(q, k, v, block_mask=mask, enable_gqa=gqa, kernel_options=options)  # type: ignore[no-any-return]
     if gqa and q.is_cuda and (mask is not None or q.dtype is torch.float32):
         # On CUDA the only fused kernel for a mask or for float32 does not support GQA. Without it, attention would
         # materialize all scores.
