@@ -2,12 +2,15 @@
 
     python scripts/lower.py                                        # the configs in train_configs/
     python scripts/lower.py train_configs/llama3_8b.toml --kernels # every kernel of one config
+    python scripts/lower.py --matrix --match documents             # options with the 8B config, about 10 minutes in all
 
 It needs torchtrain[dev], which contains Triton, and g++. Two layers per pipeline stage are compiled. The exit code is 1
 if a check of tests/test_lowering.py fails.
 """
 
 import argparse
+import contextlib
+import functools
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -52,6 +55,8 @@ def main() -> int:
     shipped = sorted((FOLDER / "train_configs").glob("llama*[!s].toml"))  # without configs of stages
     parser.add_argument("configs", nargs="*", type=Path, default=shipped)
     parser.add_argument("--gpu", choices=("a100-80", "h100-80", "b200"), default="h100-80")
+    parser.add_argument("--matrix", action="store_true", help="instead of configs, the cases of tests/test_lowering.py")
+    parser.add_argument("--match", default="", help="with --matrix: only cases whose name contains this text")
     parser.add_argument("--kernels", action="store_true", help="also print every kernel")
     arguments = parser.parse_args()
 
@@ -62,22 +67,37 @@ def main() -> int:
     if problem := fake_gpu_compiler.triton_version_problem():
         parser.error(problem)
     failed = False
-    with tempfile.TemporaryDirectory() as folder:
-        worker = fake_cuda.Worker(Path(folder), fake_gpu_compiler.install, arguments.gpu)
-        import lowered_step
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+
+        @functools.cache
+        def worker(gpu: str) -> fake_cuda.Worker:
+            (Path(folder) / gpu).mkdir()
+            process = fake_cuda.Worker(Path(folder) / gpu, fake_gpu_compiler.install, gpu)
+            stack.callback(process.close)
+            return process
+
+        import lowering_matrix
         import simulated_step
 
         print("| " + " | ".join(HEADER) + " |", "| " + " | ".join(["---"] * len(HEADER)) + " |", sep="\n", flush=True)
-        for path in arguments.configs:
-            options, world_size, shape = simulated_step.shipped_config(path)
-            lowered = worker.run(lowered_step.lower, options, world_size, shape=shape, gpu=arguments.gpu)
-            print(table_row(path.stem, world_size, lowered), flush=True)
+
+        def report(name: str, world_size: int, lowered: "Lowered", problems: list[str]) -> None:
+            nonlocal failed
+            print(table_row(name, world_size, lowered), flush=True)
             if arguments.kernels:
                 print(*kernel_lines(lowered), sep="\n", flush=True)
-            for problem in lowered_step.problems(lowered, "flash", arguments.gpu):
+            for problem in problems:
                 failed = True
-                print(f"{path.stem}: {problem}", file=sys.stderr, flush=True)
-        worker.close()
+                print(f"{name}: {problem}", file=sys.stderr, flush=True)
+
+        for path in [] if arguments.matrix else arguments.configs:
+            world_size = simulated_step.shipped_config(path)[1]
+            report(path.stem, world_size, *lowering_matrix.lower_config(worker(arguments.gpu), path, arguments.gpu))
+        for case in lowering_matrix.MATRIX if arguments.matrix else []:
+            if arguments.match in str(case):
+                lowered = lowering_matrix.lower_case(worker(case.gpu), case)
+                world_size = lowering_matrix.OPTIONS[case.option][0]
+                report(str(case), world_size, lowered, lowering_matrix.problems_of(case, lowered))
     return failed
 
 

@@ -11,9 +11,9 @@ import fake_cuda
 import fake_gpu_compiler
 import lowered_step
 import pytest
-import simulated_step
 import torch
 from lowered_step import Lowered, problems
+from lowering_matrix import CONFIGS, FOLDER, MATRIX, Case, lower_case, lower_config, problems_of
 from torch import Tensor
 
 import torchtrain.models.llama.model as llama
@@ -29,9 +29,6 @@ pytestmark = [
     ),
 ]
 
-FOLDER = Path(__file__).parent.parent / "train_configs"
-CONFIGS = sorted(path.stem for path in FOLDER.glob("llama*[!s].toml"))  # without configs of stages
-P = "parallelism."
 Worker = Callable[..., Lowered]
 
 
@@ -50,102 +47,41 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         process.close()
 
 
-def check_config(workers: Callable[[str], fake_cuda.Worker], name: str, gpu: str = "h100-80") -> None:
-    options, world_size, shape = simulated_step.shipped_config(FOLDER / f"{name}.toml")
-    lowered = workers(gpu).run(lowered_step.lower, options, world_size, shape=shape, gpu=gpu)
-    assert problems(lowered, "flash", gpu) == []
+def test_8b_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    lowered, found = lower_config(workers("h100-80"), FOLDER / "llama3_8b.toml", "h100-80")
+    assert found == []
     assert {graph.name for graph in lowered.code.graphs} >= {"model.forward forward", "model.forward backward"}
 
 
-def test_8b_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker]) -> None:
-    check_config(workers, "llama3_8b")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "llama3_8b"])
-def test_train_config_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], name: str) -> None:
-    check_config(workers, name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpu", ["a100-80", "b200"])
-def test_8b_compiles_for_other_gpus(workers: Callable[[str], fake_cuda.Worker], gpu: str) -> None:
-    check_config(workers, "llama3_8b", gpu)
-
-
-# The 8B model with two layers, and options on top of those of its config.
-DOCUMENTS = {"data.document_mask": True}
-PIPELINE = {
-    f"{P}pipeline_parallel_degree": 2,
-    f"{P}pipeline_parallel_schedule": "1F1B",
-    "training.local_batch_size": 12,  # microbatches
-    "training.global_batch_size": 48,
-}
-ASYNC = {f"{P}tensor_parallel_degree": 4, f"{P}enable_async_tensor_parallel": True}
-FLOAT8_GATHER = {"float8.recipe": "tensorwise", "float8.enable_fsdp_float8_all_gather": True}
-OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
-    "plain": (8, {}),
-    "documents": (8, DOCUMENTS),
-    "context": (32, {f"{P}context_parallel_degree": 4}),
-    "context-documents": (32, {f"{P}context_parallel_degree": 4, **DOCUMENTS}),
-    "async-tensor": (32, ASYNC),
-    "float8-rowwise": (8, {"float8.recipe": "rowwise"}),
-    "float8-tensorwise": (8, FLOAT8_GATHER),
-    "muon": (8, {"optimizer.name": "muon"}),
-    "exact-sums": (8, {"training.sums": "exact"}),
-    "z-loss": (8, {"training.z_loss_weight": 1e-4}),
-    "deterministic": (8, {}),
-    "pipeline": (16, PIPELINE),
-    "pipeline-documents": (16, {**PIPELINE, **DOCUMENTS}),
-}
-MODES = ("none", "selective", "full", "memory_budget")
-IN_DEFAULT_SUITE = {("selective", "documents")}
-
-
-def cases() -> list[Any]:
-    both = [(mode, name) for mode in MODES for name in OPTIONS if (mode, name) != ("none", "plain")]
-    return [
-        pytest.param(*case, id="-".join(case), marks=[] if case in IN_DEFAULT_SUITE else pytest.mark.slow)
-        for case in both
-    ]
+@pytest.mark.parametrize("gpu", ["h100-80", "a100-80", "b200"])
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.stem) for path in CONFIGS])
+def test_train_config_compiles(workers: Callable[[str], fake_cuda.Worker], path: Path, gpu: str) -> None:
+    assert lower_config(workers(gpu), path, gpu)[1] == []
 
 
 @pytest.fixture(scope="module")
-def lowered_8b(workers: Callable[[str], fake_cuda.Worker]) -> Callable[[str, str], Lowered]:
-    """Return a function from a name in ``OPTIONS`` and an activation checkpointing mode to the step for an H100."""
-    return cache(lambda name, mode: lower_8b(workers("h100-80"), name, mode))
+def lowered_case(workers: Callable[[str], fake_cuda.Worker]) -> Callable[[Case], Lowered]:
+    return cache(lambda case: lower_case(workers(case.gpu), case))
 
 
-def lower_8b(worker: fake_cuda.Worker, name: str, mode: str = "none", **arguments: Any) -> Lowered:
-    world_size, options = OPTIONS[name]
-    layers = 4 if f"{P}pipeline_parallel_degree" in options else 2
-    lowered: Lowered = worker.run(
-        lowered_step.lower,
-        {
-            "job.config_file": str(FOLDER / "llama3_8b.toml"),
-            "training.global_batch_size": 2 * world_size,
-            "activation_checkpoint.mode": mode,
-            **options,
-        },
-        world_size,
-        shape={"n_layers": layers},
-        deterministic=name == "deterministic",
-        **arguments,
-    )
-    return lowered
-
-
-@pytest.mark.parametrize(("mode", "name"), cases())
-def test_options_compile_for_an_h100(lowered_8b: Callable[[str, str], Lowered], mode: str, name: str) -> None:
-    assert problems(lowered_8b(name, mode), "flex" if "documents" in name else "flash") == []
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[] if case == Case("documents", "selective") else pytest.mark.slow)
+        for case in MATRIX
+    ],
+)
+def test_options_compile(lowered_case: Callable[[Case], Lowered], case: Case) -> None:
+    assert problems_of(case, lowered_case(case)) == []
 
 
 @pytest.mark.slow
 def test_async_tensor_parallelism_fuses_the_reduce_scatters_of_forward(
-    lowered_8b: Callable[[str, str], Lowered],
+    lowered_case: Callable[[Case], Lowered],
 ) -> None:
     """Inductor of torch 2.13 fuses two of the eight collectives of a block; the others remain exposed."""
-    graphs = {graph.backward: graph for graph in lowered_8b("async-tensor", "none").code.graphs}
+    graphs = {graph.backward: graph for graph in lowered_case(Case("async-tensor")).code.graphs}
     fused = {backward: [c for c in graph.libraries if "symm_mem" in c] for backward, graph in graphs.items()}
     assert fused == {False: ["torch.ops.symm_mem.fused_matmul_reduce_scatter.default"] * 2, True: []}
     assert graphs[True].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
@@ -154,7 +90,7 @@ def test_async_tensor_parallelism_fuses_the_reduce_scatters_of_forward(
 @pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_cudnn_attention_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], mode: str) -> None:
     """cuDNN is torch's first choice on an H100."""
-    assert problems(lower_8b(workers("h100-80"), "plain", mode, fault=fake_cuda.cudnn), "cudnn") == []
+    assert problems(lower_case(workers("h100-80"), Case("plain", mode), fault=fake_cuda.cudnn), "cudnn") == []
 
 
 # Each of the following tests injects a fault into a small model, of which a fault in the loss compiles the loss only.
