@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from forked_run import ForkedRun, finish, read_metrics, slow_steps
+from forked_run import CONFIG, ForkedRun, finish, read_metrics, slow_steps
 from terminal import Terminal
 
 from torchtrain import __version__
@@ -26,9 +26,11 @@ from torchtrain.logging import aligned
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.report import next_commands, summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
+from torchtrain.metrics.validation_log import format_validation
 
 LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
 LABELS += ["compile", "checkpoints", "start"]
+SOURCES, ENDINGS = ("all sources", "code", "prose"), ("", "_code", "_prose")
 RESULTS = ["time", "tokens", "loss", "checkpoints", "report", "next"]
 ROOT = Path(__file__).parent.parent
 PREPARE_IMPORTS = """
@@ -201,6 +203,44 @@ def test_quickstart_shows_the_screens_of_a_default_run() -> None:
         rows = re.split(rf"^[0-9:]+ {head}.*\n", block, flags=re.MULTILINE)[1].splitlines()
         assert [row[:15].strip() for row in rows if row[:15].strip()] == labels
         assert all(row[14] == " " and row[15] != " " for row in rows)
+
+
+def test_validation_of_several_sources_has_a_row_each_with_the_best_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a resume, where the best was reached before."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("code", "prose"):
+        (tmp_path / f"{name}.txt").write_text(f"def {name}(x):\n    return x\n" * 40)
+    sources = "".join(f'[[validation.sources]]\npath = "{name}.txt"\n' for name in ("code", "prose"))
+    config = f"{CONFIG}\n[ema]\nenable = true\n[validation]\nenable = true\ninterval = 2\nweights = 'both'\n{sources}"
+    (tmp_path / "several.toml").write_text(config)
+    terminal = Terminal(120)
+    options = ("--job.config_file", "several.toml", "--training.steps")
+    finish(Path("run"), *options, "2", ranks=1)
+    finish(Path("run"), *options, "4", ranks=1, hook=terminal.hook)
+    screen = terminal.close()
+    assert "validation after step 4 begins: code, prose\n" in screen
+    rows = screen[screen.index("validation after step 4:") :].splitlines()[1:7]
+    labels = [f"{label}, {weights} weights" for weights in ("trained", "averaged") for label in SOURCES]
+    assert [row[:33].strip() for row in rows] == labels
+    lines = {line["step"]: line for line in read_metrics(Path("run")) if "validation_loss" in line}
+    for row, key in zip(rows, [f"validation_{ema}loss{name}" for ema in ("", "ema_") for name in ENDINGS], strict=True):
+        assert row[33:].startswith(f"loss {lines[4][key]:.4f}, perplexity ")
+        assert row.endswith("best so far" if lines[4][key] < lines[2][key] else "after step 2")
+        assert len(row) <= 120
+
+
+def test_results_of_a_validation_name_the_best() -> None:
+    results = {"validation_loss": 2.5, "validation_perplexity": 12.18, "validation_bits_per_byte": 1.25}
+    results |= {"validation_tokens": 20480, "validation_samples": [], "validation_ema_task_arc_easy_acc": 0.25}
+    text = "loss 2.5000, perplexity 12.18, bits per byte 1.2500, 20.5K tokens"
+    scores = ("tasks", "ema arc easy acc 0.25")
+    assert format_validation(results, []) == [("", text), scores]
+    lines = [{"step": 5, "validation_loss": 2.75}, {"step": 9, "validation_loss": None}, {"step": 11, "loss": 0.5}]
+    assert format_validation(results, lines) == [("", f"{text}; the best so far"), scores]
+    better = {"step": 1500, "validation_loss": 2.25}
+    assert format_validation(results, [*lines, better])[0][1] == f"{text}; the best was 2.2500 after step 1,500"
 
 
 def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,11 @@ from torch import Tensor
 from torchtrain.config.schema import MetricsConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch, DataLoader
+from torchtrain.errors import TorchtrainError
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
+from torchtrain.metrics.history import read_run
 from torchtrain.metrics.stragglers import StragglerWatch
+from torchtrain.metrics.validation_log import format_validation
 from torchtrain.metrics.writers import Writers
 from torchtrain.models.loss import TokenLoss
 
@@ -191,14 +194,18 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if self.writers is None:
             return
         self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **results})
-        words = {name.removeprefix("validation_").replace("_", " "): value for name, value in results.items()}
-        numbers = [f"{name} {value:,.4g}" for name, value in words.items() if not isinstance(value, list)]
-        logger.info("validation after step %d: %s", step, ", ".join(numbers))
-        for name, value in words.items():
+        earlier: list[dict[str, Any]] = []
+        with suppress(TorchtrainError):  # the file could not be written
+            earlier = [line for line in read_run(self.folder, lambda _: None).lines if line["step"] != step]
+        rows = format_validation(results, earlier)
+        text = f"\n{aligned(rows, terminal_width())}" if len(rows) > 1 else f" {rows[0][1]}"
+        logger.info("validation after step %d:%s", step, text)
+        for name, value in results.items():
             if isinstance(value, list):
                 quoted = [[json.dumps(text, ensure_ascii=False) for text in sample.values()] for sample in value]
-                rows = [(prompt, text) for prompt, text in quoted]
-                logger.info("%s after step %d:\n%s", name, step, aligned(rows, terminal_width()))
+                samples = [(prompt, text) for prompt, text in quoted]
+                what = name.removeprefix("validation_").replace("_", " ")
+                logger.info("%s after step %d:\n%s", what, step, aligned(samples, terminal_width()))
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

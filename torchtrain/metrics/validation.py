@@ -73,6 +73,7 @@ class Validator:
             return
         what = f"validation after step {step}"
         results: dict[str, Any] = {}
+        logger.info("%s begins: %s", what, ", ".join(self.loaders))
         try:
             if self.config.weights in ("trained", "both"):
                 results |= self._all_results(step, what, "validation")
