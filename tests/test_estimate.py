@@ -706,7 +706,7 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(
     assert [number for number, _ in shown] == [str(number) for number in range(1, expected + 1)]
     if expected:
         assert re.search(r"; 2 simulated in \d+ s of CPU time, 2 of them fit; \d+ skipped because of Ctrl-C\n", out)
-        assert shown[-1][1] == out.splitlines()[2].split()[-2]  # the first row of the table
+        assert shown[-1][1] == out.splitlines()[3].split()[-2]  # the first row of the table
         assert parse(["--job.config_file", str(tmp_path / "best.toml")])
     else:
         assert not out

@@ -1,0 +1,75 @@
+"""What torchtrain.estimate prints and draws: the verdict first, words for collectives, named phases."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torchtrain import estimate as command
+from torchtrain.config.parse import parse
+from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig
+from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.planning.hardware import GIB, GPUS
+from torchtrain.planning.report import draw_memory, format_ranking, merged_phases
+from torchtrain.planning.request import resolve_gpu, resolve_model_config
+from torchtrain.planning.summary import Estimate, RankMemory, StepCosts, estimate
+
+OPTIONS = ["--job.config_file", "train_configs/debug_model.toml", "--training.global_batch_size", "8"]
+
+
+def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.tensor_parallel_degree", "2"]
+    assert command.main([*argv, "--training.local_batch_size", "4"]) == 0
+    verdict, assumed, layout, *tables = capsys.readouterr().out.splitlines()
+    n = r"[0-9.,e+-]+"
+    assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%; {n} days, {n} GPU-hours", verdict)
+    assert assumed == "for 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s within and 400 Gb/s between machines"
+    assert layout == "shard 2, tensor 2; 2.05K tokens in each of 100 steps, 205K in all"
+    assert max(map(len, (verdict, assumed, layout, *tables))) <= 120
+    named = [line for line in tables if line.startswith(("shard: ", "tensor: "))]
+    assert any(line.startswith("shard: reduce-scatter, backward ") for line in named)
+    assert any(line.startswith("tensor: all-gather of activations, forward ") for line in named)
+    assert not any("_" in line for line in named)
+
+
+def test_plot_of_memory_names_phases_and_microbatches(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = str(tmp_path / "memory.png")
+    argv = [*OPTIONS, "--estimate.world_size", "2", "--estimate.picture", picture, "--training.local_batch_size", "2"]
+    config = parse(argv, "torchtrain.estimate", "")
+    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    figure = draw_memory(found, picture)
+    (axes,) = figure.axes
+    phases = [label.get_text() for label in axes.get_xticklabels()]
+    assert phases.count("forward") == phases.count("backward") == 4
+    texts = [text.get_text().strip() for text in axes.texts]
+    assert texts == ["step 1", "microbatch 1", "microbatch 2", "step 2", "microbatch 1", "microbatch 2"]
+    assert [text.get_text() for text in figure.legends[0].get_texts()][-1] == "parameters"
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_short_phases_belong_to_the_one_before() -> None:
+    assert merged_phases(["a"] * 60 + ["b"] + ["a"] * 40 + ["b"] * 9) == [("a", 0, 101), ("b", 101, 110)]
+
+
+def test_ranking_fits_a_screen_of_80_columns() -> None:
+    """What all layouts have in common is said once."""
+
+    def layout(batch: int, mode: str, memory: int) -> tuple[JobConfig, Estimate]:
+        config = JobConfig(activation_checkpoint=ActivationCheckpointConfig(mode=mode))  # type: ignore[arg-type]
+        config = replace(config, training=replace(config.training, local_batch_size=batch))
+        rank = RankMemory(0, 0, 0, 0, [{("", ""): (0,) * 6}] * 2, {0: {("", ""): memory * GIB}})
+        costs = StepCosts([rank], [], {}, {"step": 1.0})
+        return config, Estimate(GPUS["h100-80"], ParallelDims(shard=8, tensor=2), costs, 1 << 20, 9, 1, ())
+
+    common, *table = format_ranking([layout(1, "none", 60), layout(16, "full", 20)]).splitlines()
+    assert common == "in all of them pipeline 1, replicate 1, shard 8, context 1, tensor 2, reshard default"
+    assert [line.split() for line in table] == [
+        ["batch", "checkpoint", "GiB", "tokens/s", "MFU"],
+        ["1", "none", "60.0", "65,536", "0.0%"],
+        ["16", "full", "20.0", "65,536", "0.0%"],
+    ]
+    alone = format_ranking([layout(1, "none", 60)])
+    assert alone.split()[:5] == ["pipeline", "replicate", "shard", "context", "tensor"]
+    assert max(map(len, [common, *table, *alone.splitlines()])) <= 120
