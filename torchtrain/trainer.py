@@ -242,12 +242,10 @@ class Trainer:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
         config, model = self.config, self.model
         model_state = ModelState(model.model_parts, self.model_config.tied_embeddings)
-        if config.float8.recipe != "none" and gathers_float8(config.float8, self.parallel_dims.fsdp):
-            rescale = partial(compute_scales, model.model_parts)
-            self.optimizer.after_step = rescale
-            model_state.after_load = rescale
-            if self.ema is not None:
-                self.ema.after_swap = rescale
+        self.optimizer.after_step = self.compute_scales
+        model_state.after_load = self.compute_scales
+        if self.ema is not None:
+            self.ema.after_swap = self.compute_scales
         states: dict[str, Stateful | None] = {
             "model": model_state,
             "optimizer": self.optimizer,
@@ -258,6 +256,12 @@ class Trainer:
         }
         return {name: state for name, state in states.items() if state is not None}
 
+    def compute_scales(self) -> None:
+        """Compute the scales of weights that FSDP gathers in float8; called whenever the weights have changed."""
+        float8 = self.config.float8
+        if float8.recipe != "none" and gathers_float8(float8, self.parallel_dims.fsdp):
+            compute_scales(self.model.model_parts)
+
     def init_or_load_weights(self, resume_step: int | None) -> None:
         """Initialize the model, or load its weights from ``checkpoint.initial_load_path``.
 
@@ -267,6 +271,7 @@ class Trainer:
         initial = config.checkpoint.initial_load_path
         if resume_step is None and not initial:
             initialize(model_parts, config.training.seed, self.device)
+            self.compute_scales()
             return
         initialize_buffers(model_parts, self.device)
         if resume_step is not None:
@@ -280,6 +285,7 @@ class Trainer:
         saved = broadcast_from_rank0(lambda: saved_config(folder))
         check_initial_weights(saved, config, self.model_config, folder)
         load_weights(model_parts, folder, self.model_config)
+        self.compute_scales()
         logger.info("starts from the weights in %s", initial)
 
     def train(self) -> int:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -27,6 +28,7 @@ from torchtrain.models.parameters import full_name
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.parallelisms.resolve import resolve_layout
@@ -107,6 +109,9 @@ def train(
     first = full_weights(model.model_parts)
     optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh, shape)
     use_cpu_kernels(optimizer, config.optimizer)
+    if gathers_float8(config.float8, model.mesh.degrees.fsdp):
+        optimizer.after_step = partial(compute_scales, model.model_parts)
+        optimizer.after_step()
     averages = EMA(model.model_parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(
         model,

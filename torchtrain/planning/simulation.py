@@ -233,6 +233,7 @@ def simulate_steps(
     if not gpu:
         use_cpu_kernels(optimizer, config.optimizer)
     if gathers_float8(config.float8, mesh.degrees.fsdp):
+        compute_scales(model.model_parts)
         optimizer.after_step = partial(compute_scales, model.model_parts)
     # An offloaded EMA only uses memory and time of the host.
     ema = EMA(model.model_parts, config.ema) if config.ema.enable and not config.ema.offload else None
