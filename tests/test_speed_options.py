@@ -7,20 +7,18 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import fake_flash_attention
 import pytest
 import torch
 import torch.distributed as dist
+from emulated_float8 import emulated_float8
 from forked_run import finish, same_tensors, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, assert_same_run, build, config_of, full_weights, train, use_existing_process_group
@@ -46,7 +44,6 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import activation_checkpoint, validate
-from torchtrain.parallelisms import parallelize_llama as joining
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
@@ -296,13 +293,8 @@ def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
     """Train with blocks that compute in emulated float8."""
-    pytest.importorskip("torchao")
-    original = joining.apply_float8
-    joining.apply_float8 = lambda *args, **kwargs: apply_float8(*args, **kwargs, emulate=True)  # type: ignore[assignment]
-    try:
+    with emulated_float8():
         return train(config, shape)
-    finally:
-        joining.apply_float8 = original
 
 
 @pytest.mark.parametrize(
@@ -325,15 +317,6 @@ def test_float8_keeps_float32_master_weights_and_is_close_to_float32(
         assert_same_run([curve], reference, rel=0.1)
         assert curve.losses != reference.losses
         assert all(tensor.dtype == torch.float32 for tensor in curve.last.values())
-
-
-@contextmanager
-def emulated_float8() -> Iterator[None]:
-    with (
-        patch.object(validate, "_check_float8"),
-        patch.object(joining, "apply_float8", partial(apply_float8, emulate=True)),
-    ):
-        yield
 
 
 def test_float8_checkpoint_has_plain_tensors_and_resumes_bitwise(tmp_path: Path) -> None:

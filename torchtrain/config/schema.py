@@ -715,9 +715,10 @@ class Float8Config:
     """Linear layers in float8 on GPUs."""
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster; rowwise: one scale
-    per row, more accurate. It requires a GPU of compute capability 8.9 or higher and pip install 'torchtrain[float8]'.
-    Master weights, optimizer states and checkpoints do not change."""
+    """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster, and tensor
+    parallelism gathers activations in float8; rowwise: one scale per row, more accurate. It requires a GPU of compute
+    capability 8.9 or higher and pip install 'torchtrain[float8]'. Master weights, optimizer states and checkpoints do
+    not change."""
     enable_fsdp_float8_all_gather: bool = True
     """With tensorwise scaling, all-gather the weights in float8, which halves the communicated bytes."""
 

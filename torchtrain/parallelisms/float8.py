@@ -8,6 +8,7 @@ from torch import nn
 
 from torchtrain.config.schema import Float8Config
 from torchtrain.models.spec import Decoder
+from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, LinearStyles
 
 
 def apply_float8(model: Decoder, config: Float8Config, *, shards: int, emulate: bool = False) -> None:
@@ -38,3 +39,16 @@ def compute_scales(model_parts: Sequence[nn.Module]) -> None:
 
     for part in model_parts:
         precompute_float8_dynamic_scale_for_fsdp(part)
+
+
+def tensor_parallel_styles(config: Float8Config) -> LinearStyles:
+    """The styles with which tensor parallelism shards the linear layers.
+
+    With rowwise scaling, activations are gathered in their own dtype: the layers cast them afterwards, and DTensor
+    reduces the largest absolute values of rows that are sharded.
+    """
+    if config.recipe != "tensorwise":
+        return PLAIN_STYLES
+    from torchtrain.parallelisms.float8_tensor_parallel import FLOAT8_STYLES
+
+    return FLOAT8_STYLES

@@ -14,7 +14,7 @@ from torchtrain.parallelisms.activation_checkpoint import apply_activation_check
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
 from torchtrain.parallelisms.exact_sums import ExactGradientReducer
-from torchtrain.parallelisms.float8 import apply_float8
+from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
 from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 
@@ -31,7 +31,12 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
     if config.float8.recipe != "none":
         apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
-        apply_tensor_parallel(model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel)
+        apply_tensor_parallel(
+            model,
+            mesh.tensor,
+            sequence_parallel=parallelism.enable_sequence_parallel,
+            styles=tensor_parallel_styles(config.float8),
+        )
     if mesh.degrees.context > 1:
         apply_context_parallel(model, mesh.context)
     if config.activation_checkpoint.mode not in ("none", "memory_budget"):  # apply_compile implements memory_budget

@@ -6,6 +6,7 @@ are sharded along seq outside attention and feed-forward.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -84,7 +85,21 @@ class GatherInput(PrepareModuleInput):
         return (*gathered, *others)
 
 
-def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool) -> None:
+@dataclass(frozen=True)
+class LinearStyles:
+    """The parallel styles of the linear layers of the blocks and of the modules that contain them."""
+
+    gather_input: type[GatherInput] = GatherInput
+    colwise: type[ColwiseParallel] = ColwiseParallel
+    rowwise: type[RowwiseParallel] = RowwiseParallel
+
+
+PLAIN_STYLES = LinearStyles()
+
+
+def apply_tensor_parallel(
+    model: Decoder, mesh: DeviceMesh, *, sequence_parallel: bool, styles: LinearStyles = PLAIN_STYLES
+) -> None:
     """Apply tensor parallelism to ``model`` over the 1-D ``mesh``, in place.
 
     Afterwards the forward takes the same tokens on all ranks of ``mesh`` and returns logits as a DTensor sharded along
@@ -98,12 +113,12 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence_parallel
             by_heads = any(fnmatchcase(name, f"layers.*.{module}.*") for module in sharded)
             model.set_submodule(name, TensorParallelNorm(norm, mesh, sharded_input=sequence_parallel or by_heads))
     plan: dict[str, ParallelStyle] = {
-        f"layers.*.{module}": GatherInput(input_layouts=residual, desired_input_layouts=Replicate())
+        f"layers.*.{module}": styles.gather_input(input_layouts=residual, desired_input_layouts=Replicate())
         for module in sorted(sharded)
     }
     for name, style in linear_layers.items():
         colwise = style == "colwise"
-        plan[f"layers.*.{name}"] = ColwiseParallel() if colwise else RowwiseParallel(output_layouts=residual)
+        plan[f"layers.*.{name}"] = styles.colwise() if colwise else styles.rowwise(output_layouts=residual)
     if model.tok_embeddings is not None:
         plan["tok_embeddings"] = EmbeddingParallel(input_layouts=Replicate(), output_layouts=residual)
     if model.norm is not None:

@@ -11,7 +11,7 @@ from torchtrain.datasets.order import number_of_readers
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import module_in_block
-from torchtrain.models.spec import DecoderConfig, matrix_shapes
+from torchtrain.models.spec import DecoderConfig, matrix_shapes, spec_of
 from torchtrain.parallelisms.float8 import gathers_float8
 from torchtrain.parallelisms.resolve import nearest_multiples
 
@@ -211,11 +211,6 @@ def _check_float8(
         )
     if not importlib.util.find_spec("torchao"):
         raise ConfigError(f"{given} needs the package torchao: pip install 'torchtrain[float8]'")
-    if degrees.tensor > 1:
-        raise ConfigError(
-            f"{given} is not supported with tensor parallelism; set parallelism.tensor_parallel_degree = 1, not "
-            f"{degrees.tensor}, or float8.recipe = 'none'"
-        )
     if tokens % FLOAT8_MULTIPLE:
         raise ConfigError(
             f"{given} needs a multiple of {FLOAT8_MULTIPLE} tokens at once, and a rank has {tokens}, those of a "
@@ -228,17 +223,24 @@ def _check_float8(
             f"{given} reduces the scales of the gathered weights over ranks: with training.enable_cpu_offload = true "
             f"in CPU memory, which NCCL does not support; switch that off, {alternative}"
         )
+    styles = spec_of(model).linear_layers
+    on_ranks = f" on each of {degrees.tensor} tensor-parallel ranks" if degrees.tensor > 1 else ""
     for parameter, (rows, columns) in matrix_shapes(model).items():
         name = module_in_block(parameter)
         if not name:  # the output layer is not converted
             continue
+        if styles.get(name) == "colwise":
+            rows //= degrees.tensor
+        elif styles.get(name) == "rowwise":
+            columns //= degrees.tensor
         if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
+            lower = ", or lower parallelism.tensor_parallel_degree" if degrees.tensor > 1 else ""
             raise ConfigError(
                 f"{given} needs weights whose dimensions are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "
-                f"{columns}; set 'none', or change [model.shape]"
+                f"{columns}{on_ranks}; set 'none', or change [model.shape]{lower}"
             )
         if gathers and rows % degrees.fsdp:
             raise ConfigError(
                 f"{given} gathers float8 weights from {degrees.fsdp} shards, which must divide the rows of each "
-                f"matrix, and {name} has {rows}; change the degrees in [parallelism], {alternative}"
+                f"matrix, and {name} has {rows}{on_ranks}; change the degrees in [parallelism], {alternative}"
             )
