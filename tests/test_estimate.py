@@ -432,6 +432,52 @@ def test_float8_scales_need_one_all_reduce() -> None:
     assert reductions == ["update"]
 
 
+HIDDEN = 2 * 2 * TINY.max_seq_len * TINY.dim  # bytes of the activations of a microbatch in bfloat16
+
+
+@pytest.mark.parametrize(
+    ("float8", "gathers", "forward", "backward"),
+    [
+        ({"recipe": "none"}, HIDDEN, 0, 0),
+        ({"recipe": "tensorwise"}, HIDDEN // 2, 4, 7),
+        ({"recipe": "tensorwise", "enable_fsdp_float8_all_gather": False}, HIDDEN // 2, 4 + 7, 7 + 7),
+        ({"recipe": "rowwise"}, HIDDEN, 4, 10),
+    ],
+)
+def test_float8_under_tensor_parallelism_is_counted(
+    float8: dict[str, Any], gathers: int, forward: int, backward: int
+) -> None:
+    """The numbers are those of docs/parallelism.md."""
+    pytest.importorskip("torchao")
+    training = {"mixed_precision_param": "bfloat16"}
+    sections = {"float8": float8, "training": training, "parallelism": {"tensor_parallel_degree": 2}}
+    less, more = (simulated(4, shape=shape, **sections) for shape in (SHAPE, DEEPER))
+    counts: Counter[tuple[str, str, int]] = Counter()
+    reductions: Counter[str] = Counter()
+    flops: Counter[torch.dtype] = Counter()
+    for sign, record in ((-1, less), (1, more)):
+        for o in record.recorder.steps[-1].operations:
+            if o.axis == "tensor" and o.name == "all_reduce" and o.phase != "loss":
+                reductions[o.phase] += sign
+            elif o.axis == "tensor" and o.phase != "update":
+                counts[o.phase, o.name, o.bytes] += sign
+            if "mm" in o.name:
+                flops[o.dtype] += sign * o.flops
+    layers = 2 * len(more.recorder.steps[-1].microbatches)  # additional layers, for each microbatch
+    assert {key: count / layers for key, count in counts.items() if count} == {
+        (phase, name, size): 2
+        for phase in ("forward", "backward")
+        for name, size in (("all_gather_into_tensor", gathers), ("reduce_scatter_tensor", HIDDEN))
+    }
+    assert {phase: count / layers for phase, count in reductions.items() if count} == (
+        {"forward": forward, "backward": backward} if forward else {}
+    )
+    in_float8 = {torch.float8_e4m3fn, torch.float8_e5m2}
+    assert {dtype for dtype, count in flops.items() if count} <= (
+        {torch.bfloat16} if float8["recipe"] == "none" else in_float8
+    )
+
+
 def test_gradients_are_freed_at_the_end_of_a_step() -> None:
     first, second = simulated(2).recorder.steps
     assert first.live_at_end["gradients"] == second.live_at_end["gradients"] == 0
