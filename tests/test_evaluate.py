@@ -258,7 +258,7 @@ def test_task_data_that_cannot_be_fetched_exit_with_74(trained_run: Path, tmp_pa
         hook=go_offline,
     )
     assert found.returncode == 74
-    assert "error: a task's data cannot be fetched: Couldn't reach 'of/nobody' on the Hub" in found.stderr
+    assert "error: --tasks: the data of a task cannot be fetched: Couldn't reach 'of/nobody' on the Hub" in found.stderr
     assert "Traceback" not in found.stderr
 
 

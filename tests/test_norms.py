@@ -241,5 +241,5 @@ def test_layer_that_left_its_range_first_is_named(changes: dict[tuple[int, str],
     recorded.add(99, dict.fromkeys(names, 500.0))  # undone by a rollback
     for step, usual in USUAL:
         recorded.add(step, {name: changes.get((step, name), usual) for name in names})
-    assert recorded.first_to_leave().startswith(expected)
-    assert bool(recorded.first_to_leave()) == bool(expected)
+    assert recorded.describe_first_outlier().startswith(expected)
+    assert bool(recorded.describe_first_outlier()) == bool(expected)

@@ -121,7 +121,7 @@ def scored_positions(parallelism: dict[str, Any]) -> list[tuple[float, int]]:
         return torch.stack((found.values.double(), found.indices.double()), dim=1)
 
     with patch("torchtrain.inference.training_logits.MIN_CHUNK_TOKENS", 4):  # several chunks
-        scores = logits(tokens, *places.unbind(dim=1), likeliest, numbers=2)
+        scores = logits(tokens, *places.unbind(dim=1), likeliest, width=2)
     sums = torch.zeros(len(own), 2, dtype=torch.float64).index_add_(0, places[:, 0], scores)
     return [(likelihood, round(ids)) for likelihood, ids in logits.gather(sums, len(ROWS)).tolist()]
 

@@ -1,70 +1,104 @@
 """Tasks of lm-evaluation-harness in the loop: the scores of ``torchtrain.evaluate`` on the checkpoint."""
 
+import errno
+import json
+import re
 from functools import partialmethod
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import datasets
 import pytest
 from forked_command import checked_command, run_command
 from forked_run import read_metrics
-from test_evaluate import evaluate, skip_default_tasks, write_tasks
+from test_evaluate import CHOICES, evaluate, skip_default_tasks, write_tasks
 
-from torchtrain.config.schema import ValidationConfig
+from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.inference.samples import check_tasks
+from torchtrain.inference.harness import task_data_error
 from torchtrain.inference.tasks import load_tasks
+from torchtrain.inference.validation_parts import check_validation_parts
 
 pytest.importorskip("lm_eval")
 
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def test_scores_are_those_of_evaluate(tmp_path: Path) -> None:
-    """On one rank and on two, with the weights and with their averages; the run is not changed."""
+def train(folder: Path, tmp_path: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
+    """Train for four steps; returns the lines of metrics.jsonl."""
+    checked_command(
+        *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder)),
+        *("--data.path", str(tmp_path / "text.txt"), "--training.steps", "4", "--training.seq_len", "64"),
+        *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--ema.enable"),
+        *("--training.mixed_precision_param", "float32", "--model.shape.n_layers", "2", "--metrics.log_freq", "1"),
+        *options,
+        ranks=ranks,
+        environment=OFFLINE,
+        hook=skip_default_tasks,
+    )
+    return read_metrics(folder)
+
+
+def prepare(tmp_path: Path) -> list[str]:
+    """Write text and tasks; returns the options to score them with trained and averaged weights."""
     write_tasks(tmp_path)
     (tmp_path / "text.txt").write_text("".join(f"def name{n}(self):\n    return {n * n}\n\n\n" for n in range(300)))
-    options = [
-        *("--job.config_file", "train_configs/debug_model.toml", "--data.path", str(tmp_path / "text.txt")),
-        *("--training.steps", "4", "--training.seq_len", "64", "--training.local_batch_size", "2"),
-        *("--training.global_batch_size", "4", "--training.mixed_precision_param", "float32", "--ema.enable"),
-        *("--model.shape.n_layers", "2", "--metrics.log_freq", "1"),
-    ]
-    tasks = [
+    return [
         *("--validation.enable", "--validation.path", str(tmp_path / "text.txt"), "--validation.steps", "1"),
         *("--validation.interval", "2", "--validation.weights", "both", "--validation.tasks_path", str(tmp_path)),
         *("--validation.tasks", "choice", "rolling", "complete"),
     ]
+
+
+def scores_of(line: dict[str, Any], prefix: str) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name.startswith(f"{prefix}_task_")}
+
+
+def scores_of_evaluate(folder: Path, weights: str, prefix: str, tmp_path: Path) -> dict[str, float]:
+    """Scores of ``torchtrain.evaluate`` on the last checkpoint in ``folder``, named as those of a validation."""
+    output = tmp_path / f"{folder.name}_{weights}"
+    scores = evaluate("torchtrain", f"checkpoint={folder},weights={weights}", tmp_path, output)["scores"]
+    return {
+        f"{prefix}_task_{task}_{key.removesuffix(',none')}": value
+        for task, metrics in scores.items()
+        for key, value in metrics.items()
+        if key.endswith(",none") and "_stderr" not in key
+    }
+
+
+def test_scores_are_those_of_evaluate(tmp_path: Path) -> None:
+    """On one rank and on two, with the weights and with their averages; the run is not changed."""
+    tasks = prepare(tmp_path)
     lines = {}
     for ranks, more in ((1, tasks), (2, tasks), (1, [])):
-        folder = tmp_path / f"{ranks}{bool(more)}"
-        checked_command(
-            *("torchtrain.train", *options, "--job.dump_folder", str(folder), *more),
-            ranks=ranks,
-            environment=OFFLINE,
-            hook=skip_default_tasks,
-        )
-        lines[ranks, bool(more)] = read_metrics(folder)
+        lines[ranks, bool(more)] = train(tmp_path / f"{ranks}{bool(more)}", tmp_path, ranks, *more)
     one, two = ({line["step"]: line for line in lines[ranks, True] if "validation_loss" in line} for ranks in (1, 2))
     assert list(one) == list(two) == [2, 4]
     losses = [[line["loss"] for line in lines[1, more] if "loss" in line] for more in (True, False)]
     assert losses[0] == losses[1]
     for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
-        arguments = f"checkpoint={tmp_path / '1True'},weights={weights}"
-        scores = evaluate("torchtrain", arguments, tmp_path, tmp_path / weights)["scores"]
-        found = {name: value for name, value in one[4].items() if name.startswith(f"{prefix}_task_")}
-        expected = {
-            f"{prefix}_task_{task}_{key.removesuffix(',none')}": value
-            for task, metrics in scores.items()
-            for key, value in metrics.items()
-            if key.endswith(",none") and "_stderr" not in key
-        }
+        found = scores_of(one[4], prefix)
+        expected = scores_of_evaluate(tmp_path / "1True", weights, prefix, tmp_path)
         assert found == pytest.approx(expected, rel=1e-6)  # likelihoods are sums of rounded numbers
         assert {f"{prefix}_task_choice_acc", f"{prefix}_task_rolling_bits_per_byte"} < found.keys()
         assert {name: two[4][name] for name in found} == pytest.approx(found, rel=1e-5)
     report = (tmp_path / "1True" / "report.md").read_text()
     assert f"| tasks | choice acc {one[4]['validation_task_choice_acc']:.4g} after step 4 |" in report
     assert one[2]["validation_task_rolling_bits_per_byte"] > one[4]["validation_task_rolling_bits_per_byte"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", ["tensor", "context", "pipeline"])
+def test_scores_on_four_ranks_are_those_of_evaluate(tmp_path: Path, dimension: str) -> None:
+    """Of each parallelism beside two shards, with trained and averaged weights."""
+    tasks = [*prepare(tmp_path), f"--parallelism.{dimension}_parallel_degree=2"]
+    lines = train(tmp_path / "run", tmp_path, 4, *tasks)
+    (last,) = (line for line in lines if "validation_loss" in line and line["step"] == 4)
+    for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
+        expected = scores_of_evaluate(tmp_path / "run", weights, prefix, tmp_path)
+        assert len(expected) == 4
+        assert scores_of(last, prefix) == pytest.approx(expected, rel=1e-6)
 
 
 def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +114,7 @@ def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "error: validation.tasks: far are no tasks of lm-evaluation-harness; `lm-eval ls tasks`" in found.stderr
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"need lm-evaluation-harness: pip install 'torchtrain\[eval\]'"):
-        check_tasks()
+        check_validation_parts(JobConfig(validation=ValidationConfig(enable=True, path="a", tasks=("b",))), Mock())
 
 
 def test_tasks_that_cannot_be_scored_are_rejected_before_training(
@@ -109,3 +143,26 @@ def test_tasks_that_cannot_be_scored_are_rejected_before_training(
     assert isinstance(error_of("choice"), ConfigError)
     monkeypatch.setattr(TaskManager, "load", Mock(side_effect=ConnectionError("Couldn't reach the Hub")))
     assert isinstance(error_of("choice"), StorageError)
+    assert "Start again with a network" in str(error_of("choice"))
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert re.search("cannot be stored or read: .*No space left.* Free space", str(task_data_error(full, "--tasks")))
+
+
+def test_requests_that_cannot_be_answered_are_rejected_before_training(tmp_path: Path) -> None:
+    """An answer that is longer than training.seq_len; nothing is trained."""
+    write_tasks(tmp_path)
+    document = {**CHOICES[0], "choices": ["a", "long " * 80]}
+    (tmp_path / "choices.jsonl").write_text(json.dumps(document) + "\n")
+    found = run_command(
+        *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder"),
+        *(str(tmp_path / "run"), "--validation.enable", "--validation.path", str(tmp_path / "texts.jsonl")),
+        *("--validation.tasks", "choice", "--validation.tasks_path", str(tmp_path), "--training.seq_len", "64"),
+        *("--model.shape.n_layers", "1", "--training.local_batch_size", "1"),
+        environment=OFFLINE,
+        hook=skip_default_tasks,
+    )
+    assert found.returncode == 2, found.stderr
+    assert re.search(
+        "error: validation.tasks: choice: the task scores answers of [0-9]+ tokens, .* has 64", found.stderr
+    )
+    assert "training begins" not in found.stderr

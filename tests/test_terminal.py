@@ -234,6 +234,8 @@ def test_validation_of_several_sources_has_a_row_each_with_the_best_so_far(
 def test_results_of_a_validation_name_the_best() -> None:
     results = {"validation_loss": 2.5, "validation_perplexity": 12.18, "validation_bits_per_byte": 1.25}
     results |= {"validation_tokens": 20480, "validation_samples": [], "validation_ema_task_arc_easy_acc": 0.25}
+    own = {"validation_repetition": 0.125}
+    assert format_validation(own, []) == [("others", "repetition 0.125")]
     text = "loss 2.5000, perplexity 12.18, bits per byte 1.2500, 20.5K tokens"
     scores = ("tasks", "ema arc easy acc 0.25")
     assert format_validation(results, []) == [("", text), scores]

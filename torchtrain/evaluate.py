@@ -25,7 +25,7 @@ from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import require_local
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.process_group import destroy_process_group
-from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.files import require_folder
 from torchtrain.inference.generation import Sampling, generate
 from torchtrain.inference.trained_model import load_model
@@ -35,7 +35,7 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.loggers import EvaluationTracker
 
-    from torchtrain.inference.harness import HarnessBase, StoppedTexts
+    from torchtrain.inference.harness import HarnessBase, StoppedTexts, task_data_error
 except ImportError as error:
     sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
     sys.exit(ConfigError.exit_code)
@@ -80,10 +80,7 @@ def main(argv: Sequence[str]) -> int:
             "checkpoint=FOLDER --tasks TASK"
         ) from None
     except ConnectionError as error:  # to the Hugging Face hub
-        raise StorageError(
-            f"a task's data cannot be fetched: {error}. Connect this machine to the network, or fetch them on another "
-            "machine into a folder that HF_HOME names on both"
-        ) from None
+        raise task_data_error(error, "--tasks") from None
     if dist.is_initialized():
         destroy_process_group()
     messages = [record.getMessage() for record in log_records.buffer]
@@ -165,15 +162,20 @@ class HarnessModel(HarnessBase):
         return results
 
     def _generate(
-        self, prompts: Sequence[list[int]], sampling: Sampling, most: int, first: int, texts: StoppedTexts
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        first_prompt: int,
+        texts: StoppedTexts,
     ) -> None:
         steps = generate(
             self.trained.model,
             prompts,
             sampling,
-            max_new_tokens=most,
+            max_new_tokens=max_new_tokens,
             eos_ids=texts.eos_ids,
-            first_prompt=first,
+            first_prompt=first_prompt,
         )
         for step in steps:
             # A text that has a stop sequence is continued until all have ended; what follows is cut.

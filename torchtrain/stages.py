@@ -81,7 +81,7 @@ def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
                 schedule = replace(schedule, warmup_steps=warmup)
             own = replace(own, lr_scheduler=schedule)
         finished.append(own)
-    _check_streams(finished)
+    check_streams_of_stages(finished)
     return _with_tables(finished, ends)
 
 
@@ -159,7 +159,9 @@ def _with_own_schedule(
     return replace(own, lr_scheduler=schedule, optimizer=optimizer)
 
 
-def _check_streams(configs: Sequence[JobConfig], is_streamed: Callable[[SourceConfig], bool] = is_streamed) -> None:
+def check_streams_of_stages(
+    configs: Sequence[JobConfig], is_streamed: Callable[[SourceConfig], bool] = is_streamed
+) -> None:
     """Raise ConfigError if data are streamed by another number of readers in another stage."""
     for before, own in itertools.pairwise(configs):
         old, new = (number_of_readers(of.data.streams, of.training.global_batch_size) for of in (before, own))
@@ -304,7 +306,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
                 check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
             except ConfigError as error:
                 raise ConfigError(f"stage {own.job.stage!r}: {error}") from None
-        _check_streams(stages, is_streamed_as_opened)
+        check_streams_of_stages(stages, is_streamed_as_opened)
 
     on_rank0(open_on_rank0, trainer.gloo_group)
 

@@ -53,7 +53,7 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
-from torchtrain.inference.samples import Samples, check_tasks, encode_prompts
+from torchtrain.inference.validation_parts import build_validation_parts, check_validation_parts
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.loss_by_source import LossBySource, source_labels
@@ -217,7 +217,7 @@ class Trainer:
                 is_compiled=config.compile.enable,
             )
             self.train_step.hooks.append(norms)
-            self.guard.explain = norms.recorded.first_to_leave
+            self.guard.explain = norms.recorded.describe_first_outlier
         self.validator: Validator | None = None
         if config.validation.enable:
             self.validator = Validator(
@@ -229,13 +229,8 @@ class Trainer:
                 averaged=self.averaged_weights,
                 must_stop=partial(self.stop.agree, self.gloo_group),
                 watch=self.watchdog.watch,
+                parts=build_validation_parts(config, self.tokenizer, self.model, self.gloo_group),
             )
-            if config.validation.prompts:
-                self.validator.parts.append(Samples(config, self.tokenizer, self.model))
-            if config.validation.tasks:
-                from torchtrain.inference.tasks import Tasks  # imports lm-evaluation-harness
-
-                self.validator.parts.append(Tasks(config, self.tokenizer, self.model, self.gloo_group))
         self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
 
     def states(self) -> dict[str, Stateful]:
@@ -565,10 +560,7 @@ def validate(
         find_weights(initial)
     check_layout(config, device, dims, model)
     check_optimizer(config.optimizer, parameter_shapes(model), model)
-    if config.validation.prompts:
-        encode_prompts(config, tokenizer)
-    if config.validation.tasks:
-        check_tasks()
+    check_validation_parts(config, tokenizer)
     if config.checkpoint.last_save_in_hf:
         check_export(config, model)
 

@@ -3,12 +3,14 @@
 ``evaluate.py`` answers them with a checkpoint, ``inference/tasks.py`` with the model under training.
 """
 
+import errno
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -17,7 +19,7 @@ from tqdm import tqdm
 
 from torchtrain.cli import is_first_rank
 from torchtrain.datasets.tokenizers import Tokenizer
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.inference.generation import Sampling
 
 
@@ -55,9 +57,14 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
 
     @abstractmethod
     def _generate(
-        self, prompts: Sequence[list[int]], sampling: Sampling, most: int, first: int, texts: "StoppedTexts"
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        first_prompt: int,
+        texts: "StoppedTexts",
     ) -> None:
-        """Add up to ``most`` tokens of each prompt to ``texts``; ``first`` is the number of the first prompt."""
+        """Add up to ``max_new_tokens`` tokens of each prompt to ``texts``; ``first_prompt``: its number."""
 
     @property
     def eot_token_id(self) -> int | None:
@@ -139,12 +146,12 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
             texts += found
         return collator.get_original(texts)  # type: ignore[no-any-return]
 
-    def _complete(self, contexts: list[str], options: dict[str, Any], first: int) -> list[str]:
+    def _complete(self, contexts: list[str], options: dict[str, Any], first_prompt: int) -> list[str]:
         tokenizer = self.text_tokenizer
         stops = handle_stop_sequences(options.get("until"), eos=None)
-        most = min(options["max_gen_toks"], self.max_length - 1)
+        max_new_tokens = min(options["max_gen_toks"], self.max_length - 1)
         encoded = (self.tok_encode(context) or [self.prefix_token_id] for context in contexts)
-        prompts = [tokens[-(self.max_length - most) :] for tokens in encoded]
+        prompts = [tokens[-(self.max_length - max_new_tokens) :] for tokens in encoded]
         sampling = Sampling(
             options.get("temperature", 0.0),
             max(options.get("top_k") or 0, 0),  # some tasks say -1 or null for all
@@ -156,7 +163,7 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
             eos_ids.add(tokenizer.eos_id)
         # A task may request several answers to one context: their indices seed different random numbers in any batch.
         texts = StoppedTexts(tokenizer, len(prompts), stops, eos_ids)
-        self._generate(prompts, sampling, most, first, texts)
+        self._generate(prompts, sampling, max_new_tokens, first_prompt, texts)
         return [postprocess_generated_text(text, stops, None) for text in texts.texts]
 
 
@@ -176,3 +183,18 @@ class StoppedTexts:
             self.tokens[index].append(token)
             self.texts[index] = self.tokenizer.decode(self.tokens[index])
         return token in self.eos_ids or any(stop in self.texts[index] for stop in self.stops)
+
+
+def task_data_error(error: OSError, option: str) -> TorchtrainError:
+    """The error for a user about the data of a task of ``option`` that cannot be opened."""
+    if isinstance(error, FileNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return ConfigError(f"{option}: the data of a task do not exist: {error}")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        return StorageError(
+            f"{option}: the data of a task cannot be stored or read: {error}. Free space, correct the permissions, "
+            "or name another folder by HF_HOME"
+        )
+    return StorageError(
+        f"{option}: the data of a task cannot be fetched: {error}. Start again with a network, or fetch them on a "
+        "machine that has one into a folder that HF_HOME names on both"
+    )

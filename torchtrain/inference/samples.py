@@ -1,10 +1,7 @@
 """Samples of a model under training: texts generated at each validation (``validation.prompts``)."""
 
-import importlib.util
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-
-import torch
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -12,8 +9,6 @@ from torchtrain.errors import ConfigError
 from torchtrain.inference.generation import Sampling
 from torchtrain.inference.training_logits import TrainingLogits
 from torchtrain.parallelisms.parallel_model import ParallelModel
-
-ENDED = -1
 
 
 def encode_prompts(config: JobConfig, tokenizer: Tokenizer) -> list[list[int]]:
@@ -37,12 +32,6 @@ def encode_prompts(config: JobConfig, tokenizer: Tokenizer) -> list[list[int]]:
     return prompts
 
 
-def check_tasks() -> None:
-    """Raise ConfigError if lm-evaluation-harness, which ``validation.tasks`` needs, is not installed."""
-    if importlib.util.find_spec("lm_eval") is None:
-        raise ConfigError("validation.tasks need lm-evaluation-harness: pip install 'torchtrain[eval]'")
-
-
 class Samples:
     """A part of validation: generates a text for each prompt, and leaves the run as it is.
 
@@ -55,7 +44,6 @@ class Samples:
         self.prompts = encode_prompts(config, tokenizer)
         self.tokenizer = tokenizer
         self.logits = TrainingLogits(model, config)
-        self.device = model.device
 
     def __call__(
         self, step: int, prefix: str, watched: Callable[[], AbstractContextManager[None]]
@@ -64,22 +52,16 @@ class Samples:
 
         ``watched``: context of each forward.
         """
-        validation = self.config.validation
-        most, eos_id = validation.prompt_max_new_tokens, self.tokenizer.eos_id
+        validation, eos_id = self.config.validation, self.tokenizer.eos_id
         sampling = Sampling(validation.prompt_temperature, seed=self.config.training.seed * 1_000_003 + step)
-        own = self.logits.share(len(self.prompts))
-        made: list[list[int]] = [[] for _ in own]
-
-        def add(row: int, token: int) -> bool:
-            if token != eos_id:
-                made[row].append(token)
-            return token == eos_id
-
-        self.logits.generate([self.prompts[i] for i in own], own, sampling, most, add, watched)
-        padded = torch.tensor([tokens + [ENDED] * (most - len(tokens)) for tokens in made], device=self.device)
-        texts = [
-            self.tokenizer.decode([token for token in row if token != ENDED])
-            for row in self.logits.gather(padded, len(self.prompts)).tolist()
-        ]
+        generated = self.logits.generate_for_all(
+            self.prompts,
+            0,
+            sampling,
+            validation.prompt_max_new_tokens,
+            lambda _, token: token == eos_id,
+            watched,
+        )
+        texts = [self.tokenizer.decode([token for token in row if token != eos_id]) for row in generated]
         pairs = zip(validation.prompts, texts, strict=True)
         return {f"{prefix}_samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]}

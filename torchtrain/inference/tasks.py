@@ -4,6 +4,8 @@ import io
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,9 @@ import torch.distributed as dist
 from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import on_all_ranks
-from torchtrain.errors import ConfigError, StorageError
+from torchtrain.errors import ConfigError
 from torchtrain.inference.generation import Sampling
-from torchtrain.inference.harness import HarnessBase, StoppedTexts
+from torchtrain.inference.harness import HarnessBase, StoppedTexts, task_data_error
 from torchtrain.inference.training_logits import TrainingLogits, right_padded
 from torchtrain.logging import logger
 from torchtrain.parallelisms.parallel_model import ParallelModel
@@ -57,37 +59,59 @@ class TrainingHarness(HarnessBase):
         own = self.logits.share(len(rows))
         shape = self.logits.batch_shape(len(own), max(len(rows[i]) for i in own) - 1)
         tokens = right_padded([rows[i][:-1] for i in own], shape, self.device_of_model)
-        places = [
+        scored = [
             (row, position, rows[i][position + 1])
             for row, i in enumerate(own)
             for position in range(len(rows[i]) - 1 - counts[i], len(rows[i]) - 1)
         ]
-        at, positions, wanted = torch.tensor(places, device=self.device_of_model).view(-1, 3).unbind(dim=1)
+        at, positions, wanted = torch.tensor(scored, device=self.device_of_model).view(-1, 3).unbind(dim=1)
 
         def score(logits: torch.Tensor, part: slice) -> torch.Tensor:
             likelihoods = logits.log_softmax(dim=-1).gather(1, wanted[part, None])[:, 0]
             return torch.stack((likelihoods.double(), (logits.argmax(dim=-1) == wanted[part]).double()), dim=1)
 
         with self.watched():
-            scores = self.logits(tokens, at, positions, score, numbers=2)
+            scores = self.logits(tokens, at, positions, score, width=2)
         by_row = torch.split(scores, [counts[i] for i in own])
         # Sums in float32, as ``torchtrain.evaluate`` computes them.
         results = torch.stack([torch.stack((one[:, 0].float().sum().double(), one[:, 1].prod())) for one in by_row])
         return [(likelihood, bool(greedy)) for likelihood, greedy in self.logits.gather(results, len(rows)).tolist()]
 
     def _generate(
-        self, prompts: Sequence[list[int]], sampling: Sampling, most: int, first: int, texts: StoppedTexts
+        self,
+        prompts: Sequence[list[int]],
+        sampling: Sampling,
+        max_new_tokens: int,
+        first_prompt: int,
+        texts: StoppedTexts,
     ) -> None:
-        own = self.logits.share(len(prompts))
-        shared = StoppedTexts(self.text_tokenizer, len(own), texts.stops, texts.eos_ids)
-        indices = [first + i for i in own]
-        self.logits.generate([prompts[i] for i in own], indices, sampling, most, shared.add, self.watched)
-        padded = [tokens + [-1] * (most - len(tokens)) for tokens in shared.tokens]
-        gathered = self.logits.gather(torch.tensor(padded, device=self.device_of_model), len(prompts))
-        for i, row in enumerate(gathered.tolist()):
+        count = len(self.logits.share(len(prompts)))
+        own = StoppedTexts(self.text_tokenizer, count, texts.stops, texts.eos_ids)
+        generated = self.logits.generate_for_all(prompts, first_prompt, sampling, max_new_tokens, own.add, self.watched)
+        for i, row in enumerate(generated):
             for token in row:
-                if token >= 0:
-                    texts.add(i, token)
+                texts.add(i, token)
+
+
+class RequestCheck(TrainingHarness):
+    """Answers all requests without the model: tokenizes them, and raises the errors that a validation would raise."""
+
+    def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:  # noqa: ARG002
+        return [(0.0, False)] * len(rows)
+
+    def _generate(self, *arguments: Any) -> None:
+        """Leave all texts empty."""
+
+    def check(self, tasks: Any, limit: int | None) -> None:
+        """Raise ConfigError if a request of ``tasks`` cannot be answered."""
+        for name, task in tasks.items():
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            task.build_all_requests(limit=limit)
+            try:
+                for kind, requests in groupby(task.instances, key=attrgetter("request_type")):
+                    getattr(self, kind)(list(requests), disable_tqdm=True)
+            except ConfigError as error:
+                raise ConfigError(f"validation.tasks: {name}: {error}") from None
 
 
 class Tasks:
@@ -97,12 +121,17 @@ class Tasks:
         """Load the tasks and their data. Collective over ``group``.
 
         Raises:
-            ConfigError: there is no such task, it is unsafe or not of text, or its data do not exist.
+            ConfigError: there is no such task, it is unsafe or not of text, its data do not exist, or it has a request
+                that the model cannot answer, such as one longer than ``training.seq_len``.
             StorageError: its data cannot be fetched.
         """
         self.config = config.validation
         self.harness = TrainingHarness(config, tokenizer, model)
         self.loaded = on_all_ranks(lambda: load_tasks(config.validation), group)
+        limit = self.config.tasks_limit or None
+        with same_random_numbers(model.device), redirect_stderr(io.StringIO()):
+            check = RequestCheck(config, tokenizer, model)
+            on_all_ranks(lambda: check.check(self.loaded["tasks"], limit), group)
 
     def __call__(self, step: int, prefix: str, watched: Callable[[], AbstractContextManager[None]]) -> dict[str, float]:
         """Score after ``step``; returns ``{prefix}_task_{task}_{metric}``. Collective."""
@@ -137,7 +166,6 @@ def metric_name(key: str) -> str:
 
 def load_tasks(config: ValidationConfig) -> Any:
     """The tasks of ``validation.tasks`` with their data, as the harness's ``simple_evaluate`` prepares them."""
-    from huggingface_hub.errors import LocalEntryNotFoundError  # without a network
     from lm_eval.tasks import TaskManager
 
     try:
@@ -151,12 +179,7 @@ def load_tasks(config: ValidationConfig) -> Any:
                 )
             loaded = manager.load(list(config.tasks))
     except OSError as error:  # of the hub, or a file of the data
-        if isinstance(error, FileNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise ConfigError(f"validation.tasks: the data of a task do not exist: {error}") from None
-        raise StorageError(
-            f"validation.tasks: the data of a task cannot be fetched: {error}. Start again with a network, or fetch "
-            "them on a machine that has one into a folder that HF_HOME names on both"
-        ) from None
+        raise task_data_error(error, "validation.tasks") from None
     for name, task in loaded["tasks"].items():  # otherwise the harness rejects them at the first validation
         if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(

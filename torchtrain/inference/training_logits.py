@@ -18,6 +18,8 @@ from torchtrain.parallelisms.context_parallel import local_sequence
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True)
 class TrainingLogits:
@@ -54,7 +56,7 @@ class TrainingLogits:
         rows: Tensor,
         positions: Tensor,
         function: Callable[[Tensor, slice], Tensor],
-        numbers: int = 1,
+        width: int = 1,
     ) -> Tensor:
         """``function`` of the logits at n pairs of a row and a position of ``tokens``.
 
@@ -62,16 +64,16 @@ class TrainingLogits:
             tokens: int64 (bs, seq) of a ``batch_shape``, on the device; the same on all ranks of a data-parallel rank.
             rows, positions: int64 (n,), on the device.
             function: maps logits of some of the n pairs, float32 (m, vocab), and the slice that selects these pairs,
-                to float64 (m, ``numbers``). Logits are computed in chunks, as those of the loss are.
+                to float64 (m, ``width``). Logits are computed in chunks, as those of the loss are.
 
         Returns:
             The result of ``function``: bitwise the same on all ranks of a data-parallel rank.
         """
         mesh = self.model.mesh
-        places = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        microbatch = Microbatch(tokens, torch.empty_like(tokens), places, documents=None)  # no labels
+        all_positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        microbatch = Microbatch(tokens, torch.empty_like(tokens), all_positions, documents=None)  # no labels
         if mesh.degrees.context > 1:
-            own, positions_of_own = (local_sequence(part, mesh.context) for part in (tokens, places))
+            own, positions_of_own = (local_sequence(part, mesh.context) for part in (tokens, all_positions))
             microbatch = Microbatch(own, torch.empty_like(own), positions_of_own, documents=None)
 
         def head(hidden: Tensor, output: nn.Module) -> Tensor:
@@ -86,9 +88,9 @@ class TrainingLogits:
                 results.append(function(logits[0].float(), part))
             return torch.cat(results)
 
-        result = self.model.apply(microbatch, head)
+        result = self.model.forward_with_head(microbatch, head)
         if result is None:  # a rank without the last pipeline stage
-            result = torch.empty(len(rows), numbers, dtype=torch.float64, device=tokens.device)
+            result = torch.empty(len(rows), width, dtype=torch.float64, device=tokens.device)
         if self.model.pipeline is not None:
             dist.broadcast(result, group=mesh.pipeline.get_group(), group_src=self.model.pipeline.last_rank)
         # Ranks that compute the same must not continue with different tokens because a kernel rounds differently.
@@ -102,11 +104,11 @@ class TrainingLogits:
         prompts: Sequence[Sequence[int]],
         indices: Sequence[int],
         sampling: Sampling,
-        most: int,
+        max_new_tokens: int,
         add: Callable[[int, int], bool],
         watched: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Generate up to ``most`` tokens for each of this rank's ``prompts``. Each rank must have as many prompts.
+        """Generate up to ``max_new_tokens`` tokens for each of this rank's ``prompts``, as many on all ranks.
 
         Args:
             indices: numbers of the prompts, which seed their random numbers.
@@ -114,7 +116,7 @@ class TrainingLogits:
                 ended.
             watched: context of each forward.
         """
-        rows, length = self.batch_shape(len(prompts), max(map(len, prompts)) + most - 1)
+        rows, length = self.batch_shape(len(prompts), max(map(len, prompts)) + max_new_tokens - 1)
         for first in range(0, len(prompts), rows):
             batch = prompts[first : first + rows]
             generators = [prompt_generator(sampling.seed, index) for index in indices[first : first + rows]]
@@ -122,7 +124,7 @@ class TrainingLogits:
             row = torch.arange(len(batch), device=self.model.device)
             last = torch.tensor([len(prompt) - 1 for prompt in batch], device=self.model.device)
             has_ended = [False] * len(batch)
-            for number in range(most):
+            for number in range(max_new_tokens):
                 drawn = torch.tensor([torch.rand((), generator=generator).item() for generator in generators])
 
                 def next_token(logits: Tensor, part: slice, uniform: Tensor = drawn) -> Tensor:
@@ -135,8 +137,40 @@ class TrainingLogits:
                 if not self.any(not all(has_ended)):
                     break
                 last = last + 1
-                if number + 1 < most:
+                if number + 1 < max_new_tokens:
                     tokens[row, last] = chosen
+
+    def generate_for_all(
+        self,
+        prompts: Sequence[Sequence[int]],
+        first_prompt: int,
+        sampling: Sampling,
+        max_new_tokens: int,
+        has_ended: Callable[[int, int], bool],
+        watched: Callable[[], AbstractContextManager[None]],
+    ) -> list[list[int]]:
+        """Generate for ``prompts``, the same on all ranks, which the data-parallel ranks divide among them. Collective.
+
+        Args:
+            first_prompt: number of the first prompt; numbers seed the random numbers of prompts.
+            has_ended: called with the number of a prompt in this rank's ``share`` and its next token; returns whether
+                its text has ended.
+
+        Returns:
+            The new tokens of each prompt, with the one that ended its text.
+        """
+        own = self.share(len(prompts))
+        made: list[list[int]] = [[] for _ in own]
+
+        def add(row: int, token: int) -> bool:
+            made[row].append(token)
+            return has_ended(row, token)
+
+        numbers = [first_prompt + i for i in own]
+        self.generate([prompts[i] for i in own], numbers, sampling, max_new_tokens, add, watched)
+        padded = [row + [NO_TOKEN] * (max_new_tokens - len(row)) for row in made]
+        gathered = self.gather(torch.tensor(padded, device=self.model.device), len(prompts)).tolist()
+        return [[token for token in row if token != NO_TOKEN] for row in gathered]
 
     @property
     def data_rank(self) -> int:

@@ -179,7 +179,7 @@ class RecordedNorms:
             self.steps.pop()
         self.steps.append((step, norms))
 
-    def first_to_leave(self) -> str:
+    def describe_first_outlier(self) -> str:
         """A text about the layer that left first, or '' if none is outside of its range in the last step recorded.
 
         Of several that left in the same step, it is the one that is the farthest outside, or the first in the order of

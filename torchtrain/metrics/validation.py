@@ -41,7 +41,8 @@ class ValidationPart(Protocol):
                 the timeout again, and ends the validation if the run is asked to stop.
 
         Returns:
-            Numbers, or lists of tables of strings, by name; the same on rank 0 and on others.
+            Numbers by name; under a name that ends in ``_samples``, a list of tables with ``prompt`` and ``text``. Only
+            those of rank 0 are written.
         """
 
 

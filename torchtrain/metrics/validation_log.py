@@ -12,19 +12,21 @@ SCORE = re.compile(r"validation_(ema_)?task_(.+)")
 
 
 def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Labels and texts of the results of a validation: of each source with trained and with averaged weights; of tasks.
+    """Labels and texts of the results of a validation: of each source and kind of weights, of tasks, and other numbers.
 
     Args:
         results: by name, as in ``metrics.jsonl``.
         lines: what ``metrics.jsonl`` has of other steps.
     """
     of_source: dict[tuple[str, str], dict[str, float]] = {}
-    scores = []
+    scores, others = [], []
     for name, value in results.items():
         if match := RESULT.fullmatch(name):
             of_source.setdefault((match[1] or "", match[3] or ""), {})[match[2]] = value
         elif match := SCORE.fullmatch(name):
             scores.append(f"{match[1] or ''}{match[2]}".replace("_", " ") + f" {value:.4g}")
+        elif isinstance(value, int | float):  # of a part that a user has added
+            others.append(f"{name.removeprefix('validation_').replace('_', ' ')} {value:.4g}")
     earlier: dict[str, list[tuple[float, int]]] = {}
     for line in lines:
         for name in line.keys() & results.keys():
@@ -41,6 +43,8 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
         rows.append((", ".join(words), _loss_text(values, earlier.get(name, []))))
     if scores:
         rows.append(("tasks", ", ".join(scores)))
+    if others:
+        rows.append(("others", ", ".join(others)))
     return rows
 
 

@@ -72,11 +72,11 @@ class ParallelModel:
     @torch.no_grad()
     def forward(self, microbatch: Microbatch) -> Tensor:
         """Forward of one microbatch without backward; returns the sum of its token losses, without z-loss."""
-        losses = self.apply(microbatch, partial(self.loss, labels=microbatch.labels))
+        losses = self.forward_with_head(microbatch, partial(self.loss, labels=microbatch.labels))
         return torch.zeros((), device=self.device) if losses is None else losses[0]
 
     @torch.no_grad()
-    def apply(self, microbatch: Microbatch, head: Callable[[Tensor, nn.Module], Tensor]) -> Tensor | None:
+    def forward_with_head(self, microbatch: Microbatch, head: Callable[[Tensor, nn.Module], Tensor]) -> Tensor | None:
         """Forward of one microbatch without backward; returns ``head(h, output)`` as ``Transformer.forward`` does.
 
         On ranks without the last pipeline stage the result is None.
