@@ -1,13 +1,15 @@
 """A GPU's kernels, compiled without one: Inductor, Triton and ptxas compile training steps for real architectures."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import fake_cuda
+import fake_flash_attention
 import fake_gpu_compiler
 import lowered_step
 import pytest
@@ -19,6 +21,7 @@ from torch import Tensor
 import torchtrain.models.llama.model as llama
 from torchtrain.models.loss import output_loss
 from torchtrain.parallelisms import parallelize_llama
+from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.trainer import TrainStep
 
 pytestmark = [
@@ -77,20 +80,42 @@ def test_options_compile(lowered_case: Callable[[Case], Lowered], case: Case) ->
 
 
 @pytest.mark.slow
-def test_async_tensor_parallelism_fuses_the_reduce_scatters_of_forward(
-    lowered_case: Callable[[Case], Lowered],
-) -> None:
-    """Inductor of torch 2.13 fuses two of the eight collectives of a block; the others remain exposed."""
-    graphs = {graph.backward: graph for graph in lowered_case(Case("async-tensor")).code.graphs}
-    fused = {backward: [c for c in graph.libraries if "symm_mem" in c] for backward, graph in graphs.items()}
-    assert fused == {False: ["torch.ops.symm_mem.fused_matmul_reduce_scatter.default"] * 2, True: []}
-    assert graphs[True].collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+def test_async_tensor_parallelism_fuses_all_collectives_of_a_block(lowered_case: Callable[[Case], Lowered]) -> None:
+    """At a local batch size of 1, where Inductor alone fuses two of the eight."""
+    graphs = lowered_case(Case("async-tensor")).code.graphs
+    for graph in graphs:
+        assert Counter(name for name in graph.libraries if "symm_mem" in name) == {
+            "torch.ops.symm_mem.fused_all_gather_matmul.default": 2,
+            "torch.ops.symm_mem.fused_matmul_reduce_scatter.default": 2,
+        }
+        assert graph.collectives == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+    assert [graph.backward for graph in graphs] == [False, True]
 
 
 @pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_cudnn_attention_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], mode: str) -> None:
     """cuDNN is torch's first choice on an H100."""
     assert problems(lower_case(workers("h100-80"), Case("plain", mode), fault=fake_cuda.cudnn), "cudnn") == []
+
+
+@contextmanager
+def flash_attention_3() -> Iterator[None]:
+    """``training.attention_backend = "fa3"`` on a GPU with cuDNN."""
+    fake_flash_attention.install()
+    choose_attention_backend("fa3")
+    try:
+        with fake_cuda.cudnn():
+            yield
+    finally:
+        choose_attention_backend("auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "context"])
+def test_flash_attention_3_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], name: str) -> None:
+    """It replaces the kernels of flash attention's operation, which compiled blocks call."""
+    lowered = lower_case(workers("h100-80"), Case(name, "selective"), fault=flash_attention_3)
+    assert problems(lowered, "flash") == []
 
 
 # Each of the following tests injects a fault into a small model, of which a fault in the loss compiles the loss only.

@@ -466,6 +466,7 @@ def test_memory_budget_is_set_in_torch_compile() -> None:
 def test_async_tensor_parallelism_of_a_stage_ends_with_it() -> None:
     from torch._inductor import config
 
-    with config.patch(_micro_pipeline_tp=True):
+    with config.patch(_micro_pipeline_tp=True, post_grad_custom_pre_pass=lambda _: None):
         set_async_tensor_parallel(None)
         assert not config._micro_pipeline_tp
+        assert config.post_grad_custom_pre_pass is None

@@ -26,6 +26,10 @@ NAMES = {
     "checkpoint_wrapper": (f"{CHECKPOINT}.checkpoint_wrapper", "activation checkpointing that keeps parameters' names"),
     "inductor_compiled_code": ("torch._higher_order_ops.wrap", "selective checkpointing keeps compiled attention"),
     "enable_symm_mem_for_group": ("torch.distributed._symmetric_memory", "asynchronous tensor parallelism; until 2.12"),
+    "find_reduce_scatter_patterns": (
+        "torch._inductor.fx_passes.micro_pipeline_tp",
+        "asynchronous tensor parallelism: the inputs of reduce-scatters in a compiled graph",
+    ),
     "_get_default_store": ("torch.distributed.distributed_c10d", "leave the store last on rank 0, which may host it"),
     "compute_local_shape_and_global_offset": (
         "torch.distributed.tensor._utils",
@@ -66,6 +70,9 @@ MEMBERS = {
     "torch._functorch.config.unsafe_treat_script_objects_as_zero_size": "the same with tensor parallelism, since 2.13",
     "torch._functorch.partitioners.has_recomputable_rng_ops": "a block without random numbers, compiled on a CPU",
     "torch._inductor.config._micro_pipeline_tp": "asynchronous tensor parallelism",
+    "torch._inductor.config.post_grad_custom_pre_pass": "the same: a pass before Inductor's",
+    "torch._inductor.custom_graph_pass.CustomGraphPass": "the same",
+    "torch._inductor.custom_graph_pass.get_hash_for_files": "the same",
     "torch._fused_sdp_choice": "the name of the attention kernel in use",
     "torch.ops.mkldnn._is_mkldnn_bf16_supported": "whether a CPU multiplies in bfloat16",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "whether a CPU multiplies in float16",

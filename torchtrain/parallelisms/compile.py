@@ -40,8 +40,12 @@ def set_async_tensor_parallel(mesh: DeviceMesh | None) -> None:
     import torch._inductor.config  # imported here because it is slow to import and not needed elsewhere
 
     torch._inductor.config._micro_pipeline_tp = mesh is not None
+    torch._inductor.config.post_grad_custom_pre_pass = None
     if mesh is None:
         return
+    from torchtrain.parallelisms.async_tensor_parallel import FusibleCollectives
+
+    torch._inductor.config.post_grad_custom_pre_pass = FusibleCollectives()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 no longer needs the call
         enable_symm_mem_for_group(mesh.get_group().group_name)

@@ -1,0 +1,89 @@
+"""The compiler pass for asynchronous tensor parallelism: Inductor finds all collectives, and results stay the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from parity import TINY
+from torch import Tensor, fx
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchtrain.distributed.mesh import local
+from torchtrain.models.llama import Transformer
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
+
+Results = tuple[list[Tensor], list[tuple[int, int]]]
+
+
+def fusible(graph: fx.Graph) -> tuple[int, int]:
+    """Number of collectives for which Inductor finds a product, and of all all-gathers and reduce-scatters."""
+    from torch._inductor.fx_passes import micro_pipeline_tp
+
+    gathers = micro_pipeline_tp.find_all_gather_patterns(graph)
+    scatters = micro_pipeline_tp.find_reduce_scatter_patterns(graph)
+    found = [bool(micro_pipeline_tp._find_consumer_matmuls(match.res_node)) for match in gathers]
+    found += [micro_pipeline_tp._find_producer_matmul(match.input_node) is not None for match in scatters]
+    return sum(found), len(found)
+
+
+def block_results(batch: int, graph_pass: Callable[[fx.Graph], None] | None, compiled: bool = True) -> Results:
+    """Output and gradients of a tensor-parallel block of this rank, and ``fusible`` of forward and backward."""
+    # Slow to import, and with deprecated parts.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
+    counts: list[tuple[int, int]] = []
+
+    def compiler(module: fx.GraphModule, _: Any) -> Any:
+        view_to_reshape(module)
+        if graph_pass is not None:
+            graph_pass(module.graph)
+        module.graph.lint()
+        module.recompile()
+        counts.append(fusible(module.graph))
+        return make_boxed_func(module.forward)
+
+    torch.manual_seed(0)
+    model = Transformer(TINY)
+    apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), sequence_parallel=True)
+    block = model.layers["0"]
+    if compiled:
+        backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
+        torch._dynamo.reset()
+        block.compile(fullgraph=True, dynamic=False, backend=backend)
+    rank = torch.distributed.get_rank()
+    x, grad = torch.randn(2, batch, TINY.max_seq_len, TINY.dim).unbind()
+    part = x.chunk(2, dim=1)[rank].clone().requires_grad_()
+    out = block(part, model.rope_cos[None, :, None], model.rope_sin[None, :, None])
+    out.backward(grad.chunk(2, dim=1)[rank])
+    gradients = [part.grad, *(local(parameter.grad) for parameter in block.parameters() if parameter.grad is not None)]
+    return [out.detach(), *(gradient for gradient in gradients if gradient is not None)], counts
+
+
+def _results(batch: int) -> list[Results]:
+    from torchtrain.parallelisms.async_tensor_parallel import FusibleCollectives
+
+    return [
+        block_results(batch, None, compiled=False),
+        block_results(batch, None),
+        block_results(batch, FusibleCollectives()),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
+@pytest.mark.parametrize(("batch", "found"), [(1, [2, 0]), (2, [4, 2])])
+def test_all_collectives_of_a_block_become_fusible_without_a_change_of_results(
+    gloo: GlooPool, batch: int, found: list[int]
+) -> None:
+    for (eager, _), (plain, before), (ours, after) in gloo.run(2, _results, batch):
+        assert before == [(count, 4) for count in found]  # forward and backward, as Inductor does without the pass
+        assert after == [(4, 4), (4, 4)]
+        assert len(ours) == len(plain) == len(eager) == 11
+        assert torch.equal(ours[0], plain[0])
+        for a, b, reference in zip(ours, plain, eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(a, reference, rtol=1e-5, atol=1e-6)
