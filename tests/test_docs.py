@@ -103,6 +103,7 @@ LISTED = {
     "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
+    "python scripts/interpret_kernels.py": "takes minutes; tests/test_lowered_numerics.py runs the same functions",
     "python scripts/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -284,8 +284,11 @@ def resources(cubin: bytes, cuobjdump: Path) -> dict[str, int]:
 
 
 @contextmanager
-def capture() -> Iterator[Capture]:
-    """Record the graphs and kernels that are compiled within this context. Graphs run as their aten operations."""
+def capture(called: Callable[[str, list[Any], Any], None] = lambda *_: None) -> Iterator[Capture]:
+    """Record the graphs and kernels that are compiled within this context. Graphs run as their aten operations.
+
+    ``called`` gets the generated code, the inputs and the outputs of each call of a graph.
+    """
     import torch._inductor.compile_fx as compile_fx
     from torch._dynamo.utils import counters
     from torch._inductor.fx_passes import micro_pipeline_tp
@@ -308,7 +311,7 @@ def capture() -> Iterator[Capture]:
             backward = bool(options.get("is_backward"))
             name, planned = first_function(operations), collectives_in(operations)
             captured.graphs.append(Graph(name, backward, source, planned, list(kernels)))
-            compiled.current_callable = boxed_interpreter(operations)
+            compiled.current_callable = boxed_interpreter(operations, partial(called, source))
         kernels.clear()
         return compiled
 
@@ -349,14 +352,16 @@ def first_function(module: Any) -> str:
     return ".".join(found.groups()) if found else "?"
 
 
-def boxed_interpreter(module: Any) -> Callable[[list[Any]], Any]:
+def boxed_interpreter(module: Any, called: Callable[[list[Any], Any], None]) -> Callable[[list[Any]], Any]:
     import torch
 
     interpreter = torch.fx.Interpreter(module)
 
     def run(inputs: list[Any]) -> Any:
         try:
-            return interpreter.boxed_run(list(inputs))
+            outputs = interpreter.boxed_run(list(inputs))
+            called(inputs, outputs)
+            return outputs
         finally:
             interpreter.env = {}  # it would keep the results alive
             inputs.clear()
