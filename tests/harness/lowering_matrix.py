@@ -21,7 +21,7 @@ PIPELINE = {
     f"{P}pipeline_parallel_degree": 2,
     f"{P}pipeline_parallel_schedule": "1F1B",
     "training.local_batch_size": 12,  # microbatches
-    "training.global_batch_size": 48,
+    "training.global_batch_size": 48,  # of two ranks, in two accumulation steps
 }
 # Number of GPUs, and options on top of those of a config.
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -36,8 +36,8 @@ OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "exact-sums": (8, {"training.sums": "exact"}),
     "z-loss": (8, {"training.z_loss_weight": 1e-4}),
     "deterministic": (8, {}),
-    "pipeline": (16, PIPELINE),
-    "pipeline-documents": (16, {**PIPELINE, **DOCUMENTS}),
+    "pipeline": (4, PIPELINE),
+    "pipeline-documents": (4, {**PIPELINE, **DOCUMENTS}),
 }
 MODES = ("none", "selective", "full", "memory_budget")
 # Problems that an option always has. It is a problem, too, if one of them is missing.
