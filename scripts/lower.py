@@ -3,6 +3,7 @@
     python scripts/lower.py                                        # the configs in train_configs/
     python scripts/lower.py train_configs/llama3_8b.toml --kernels # every kernel of one config
     python scripts/lower.py --matrix --match documents             # options with the 8B config, about 10 minutes in all
+    python scripts/lower.py --bytes                                # bytes through memory by compiled graph
 
 It needs torchtrain[dev], which contains Triton, and g++. Two layers per pipeline stage are compiled. The exit code is 1
 if a check of tests/test_lowering.py fails.
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lowered_step import Lowered
 
 HEADER = ("config", "GPUs", "kernels", "binaries", "most registers", "spills", "most shared memory", "library calls")
+BYTES_HEADER = ("config", "graph", "kernels", "MB", "planner", "library calls", "inputs and outputs")
 
 
 def table_row(name: str, world_size: int, lowered: "Lowered") -> str:
@@ -39,6 +41,15 @@ def table_row(name: str, world_size: int, lowered: "Lowered") -> str:
         sum(len(graph.libraries) for graph in code.graphs),
     )
     return "| " + " | ".join(map(str, values)) + " |"
+
+
+def byte_rows(name: str, lowered: "Lowered") -> Iterator[str]:
+    """Rows of the table with ``BYTES_HEADER``, in MB."""
+    for graph in lowered.code.graphs:
+        generated = sum(launch.generated for launch in graph.launches)
+        libraries = sum(launch.bytes for launch in graph.launches if not launch.generated)
+        sizes = (graph.generated_bytes, graph.assumed_bytes, libraries, graph.least_bytes)
+        yield "| " + " | ".join((name, graph.name, str(generated), *(f"{size / 1e6:,.1f}" for size in sizes))) + " |"
 
 
 def kernel_lines(lowered: "Lowered") -> Iterator[str]:
@@ -58,6 +69,7 @@ def main() -> int:
     parser.add_argument("--matrix", action="store_true", help="instead of configs, the cases of tests/test_lowering.py")
     parser.add_argument("--match", default="", help="with --matrix: only cases whose name contains this text")
     parser.add_argument("--kernels", action="store_true", help="also print every kernel")
+    parser.add_argument("--bytes", action="store_true", help="print the bytes that each graph reads and writes instead")
     arguments = parser.parse_args()
 
     # The worker imports this file before it loads the fake GPU, so that it must not import torch at its top.
@@ -79,11 +91,13 @@ def main() -> int:
         import lowering_matrix
         import simulated_step
 
-        print("| " + " | ".join(HEADER) + " |", "| " + " | ".join(["---"] * len(HEADER)) + " |", sep="\n", flush=True)
+        header = BYTES_HEADER if arguments.bytes else HEADER
+        print("| " + " | ".join(header) + " |", "| " + " | ".join(["---"] * len(header)) + " |", sep="\n", flush=True)
 
         def report(name: str, world_size: int, lowered: "Lowered", problems: list[str]) -> None:
             nonlocal failed
-            print(table_row(name, world_size, lowered), flush=True)
+            rows = byte_rows(name, lowered) if arguments.bytes else [table_row(name, world_size, lowered)]
+            print(*rows, sep="\n", flush=True)
             if arguments.kernels:
                 print(*kernel_lines(lowered), sep="\n", flush=True)
             for problem in problems:

@@ -53,7 +53,18 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
 def test_8b_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker]) -> None:
     lowered, found = lower_config(workers("h100-80"), FOLDER / "llama3_8b.toml", "h100-80")
     assert found == []
-    assert {graph.name for graph in lowered.code.graphs} >= {"model.forward forward", "model.forward backward"}
+    check_bytes(lowered)
+
+
+def check_bytes(lowered: Lowered, error: float = 0.01) -> None:
+    """Check the planner's bytes of the generated kernels of each block, and of the loss."""
+    names = [graph.name for graph in lowered.code.graphs]
+    assert set(names) >= {"model.forward forward", "model.forward backward"}
+    for graph in lowered.code.graphs:
+        if graph.name == "output_loss.token_losses forward":  # Inductor counts all logits for one per token
+            assert graph.assumed_bytes < graph.generated_bytes
+        else:
+            assert graph.assumed_bytes == pytest.approx(graph.generated_bytes, rel=error), graph.name
 
 
 @pytest.mark.slow
@@ -77,6 +88,17 @@ def lowered_case(workers: Callable[[str], fake_cuda.Worker]) -> Callable[[Case],
 )
 def test_options_compile(lowered_case: Callable[[Case], Lowered], case: Case) -> None:
     assert problems_of(case, lowered_case(case)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "error"),
+    [(Case("plain", "full"), 0.01), (Case("float8-rowwise", "selective"), 0.06), (Case("z-loss", "selective"), 0.01)],
+)
+def test_planner_counts_the_bytes_of_generated_kernels(
+    lowered_case: Callable[[Case], Lowered], case: Case, error: float
+) -> None:
+    check_bytes(lowered_case(case), error)
 
 
 @pytest.mark.slow

@@ -78,6 +78,17 @@ class Kernel:
     """Operations on float64 in the PTX."""
 
 
+@dataclass(frozen=True)
+class Launch:
+    """A launch of generated code: a fused kernel, a library call, or a collective."""
+
+    name: str
+    generated: bool
+    """Whether it is a Triton kernel."""
+    bytes: int
+    """Bytes that it reads and writes, as Inductor counts them: each element of each tensor once."""
+
+
 @dataclass
 class Graph:
     """A graph that Inductor compiled: the forward or the backward of a compiled function."""
@@ -88,7 +99,18 @@ class Graph:
     source: str
     planned_collectives: Counter[str]
     """Number of collectives by name in the graph before Inductor's passes."""
+    launches: list[Launch]
+    """All launches, in order."""
+    least_bytes: int
+    """Bytes of the inputs and outputs of the graph, each once."""
+    assumed_bytes: int
+    """Bytes of the generated kernels by the planner's model (``planning/compiled.py``)."""
     kernels: list[Kernel] = field(default_factory=list)
+
+    @property
+    def generated_bytes(self) -> int:
+        """Bytes that all Triton kernels read and write."""
+        return sum(launch.bytes for launch in self.launches if launch.generated)
 
     @property
     def name(self) -> str:
@@ -283,6 +305,14 @@ def resources(cubin: bytes, cuobjdump: Path) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", text)}
 
 
+def launch_of(node: Any) -> Launch:
+    """Describe a node of Inductor's schedule, after code was generated for it."""
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+
+    generated = not isinstance(node, ExternKernelSchedulerNode | NopKernelSchedulerNode)
+    return Launch(node.get_name(), generated, node.get_read_write_buffers_sizes())
+
+
 @contextmanager
 def capture(called: Callable[[str, list[Any], Any], None] = lambda *_: None) -> Iterator[Capture]:
     """Record the graphs and kernels that are compiled within this context. Graphs run as their aten operations.
@@ -292,14 +322,24 @@ def capture(called: Callable[[str, list[Any], Any], None] = lambda *_: None) -> 
     import torch._inductor.compile_fx as compile_fx
     from torch._dynamo.utils import counters
     from torch._inductor.fx_passes import micro_pipeline_tp
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    captured, kernels = Capture(), []
+    from torchtrain.planning.compiled import boundary_bytes, fused_kernels
+
+    captured, kernels, launches = Capture(), [], []
 
     def make_launchers(tuner: Any) -> None:
         name = tuner.inductor_meta.get("kernel_name") or tuner.fn.__name__
         kernels.extend(compiled_kernel(name, result.config, result.kernel) for result in tuner.compile_results)
         tuner.launchers = [lambda *_, **__: None]
+
+    generate = GraphLowering.codegen
+
+    def generate_and_count(graph: Any) -> Any:
+        result = generate(graph)
+        launches.extend(map(launch_of, graph.scheduler.nodes))
+        return result
 
     compile_inner = compile_fx.compile_fx_inner
 
@@ -310,13 +350,18 @@ def capture(called: Callable[[str, list[Any], Any], None] = lambda *_: None) -> 
         if source is not None:
             backward = bool(options.get("is_backward"))
             name, planned = first_function(operations), collectives_in(operations)
-            captured.graphs.append(Graph(name, backward, source, planned, list(kernels)))
+            least, assumed = boundary_bytes(operations), sum(k.bytes for k in fused_kernels(operations.graph))
+            captured.graphs.append(
+                Graph(name, backward, source, planned, list(launches), least, assumed, list(kernels))
+            )
             compiled.current_callable = boxed_interpreter(operations, partial(called, source))
         kernels.clear()
+        launches.clear()
         return compiled
 
     with (
         patch.object(CachingAutotuner, "_make_launchers", make_launchers),
+        patch.object(GraphLowering, "codegen", generate_and_count),
         # Asynchronous tensor parallelism is for NCCL, which a CPU build of torch does not have.
         patch.object(micro_pipeline_tp, "fuse_all_gather_matmul", with_nccl(micro_pipeline_tp.fuse_all_gather_matmul)),
         patch.object(

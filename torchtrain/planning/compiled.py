@@ -2,13 +2,16 @@
 
 Graph capture, decompositions and the partitioner's choice of saved activations are those of ``torch.compile``. The
 simulation assumes that Inductor writes to memory only the inputs of matrix products, attention, collectives and other
-graphs, and fuses all other operations into the kernels that read their results.
+graphs, and fuses all other operations (``fused_kernels``). ``tests/test_lowering.py`` compares its bytes with those of
+the kernels that Inductor generates.
 """
 
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -57,22 +60,144 @@ def view_base(node: fx.Node) -> fx.Node:
     return node
 
 
+@dataclass
+class FusedKernel:
+    """A kernel that Inductor would generate: the tensors that it writes to memory and those that it reads from it."""
+
+    written: list[fx.Node]
+    read: set[fx.Node]
+    elements: int
+    """Number of elements that it iterates over."""
+    by_columns: bool
+    """Whether it reduces over all dimensions but the last ones, as for the gradient of a norm's weight."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written, each tensor once."""
+        return sum(nbytes(node.meta.get("val")) for node in {*self.read, *self.written})
+
+
+MAX_READS = 4  # of a value that several kernels compute, instead of one kernel (realize_reads_threshold of Inductor)
+REDUCTIONS = ("sum", "amax", "amin", "max", "min", "mean", "var_mean")
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """Shape of the result of ``node`` without dimensions of size 1; () if it is not a tensor."""
+    return tuple(size for size in getattr(node.meta.get("val"), "shape", ()) if size != 1)
+
+
+def is_global_reduction(node: fx.Node) -> bool:
+    """Whether ``node`` reduces over an outer dimension or all: no kernel reduces so and uses the result."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if node.op != "call_function" or getattr(packet, "__name__", "") not in REDUCTIONS:
+        return False
+    source = node.all_input_nodes[0].meta["val"]
+    dims: Any = node.args[1] if len(node.args) > 1 else []
+    reduced = {dim % source.ndim for dim in ([dims] if isinstance(dims, int) else dims)} or set(range(source.ndim))
+    strides = [(i in reduced, stride) for i, stride in enumerate(source.stride()) if source.shape[i] != 1]
+    kept = [stride for is_reduced, stride in strides if not is_reduced]
+    return not kept or min(kept) <= max((stride for is_reduced, stride in strides if is_reduced), default=0)
+
+
+def tensor_in_memory(node: fx.Node) -> fx.Node:
+    """Return the node of the whole tensor that ``node`` is a view of: for several results, an element of the tuple."""
+    while node.op == "call_function" and is_view(node) and node.all_input_nodes:
+        source = node.all_input_nodes[0]
+        if is_extern_kernel(source) and not isinstance(source.meta.get("val"), Tensor):
+            break
+        node = source
+    return node
+
+
+def nodes_in_memory(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose results are written to memory, without views of them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "output" or is_extern_kernel(node):
+            found |= {node, *map(view_base, node.all_input_nodes)}
+        elif is_global_reduction(node):
+            found.add(node)
+    return found
+
+
+def fused_kernels(graph: fx.Graph) -> list[FusedKernel]:
+    """Group the operations that Inductor generates code for into kernels.
+
+    As Inductor's scheduler does, this fuses a tensor into a kernel that iterates over as many elements, if it is
+    computed from what that kernel reads or writes, and not from anything else that depends on the kernel.
+    """
+    in_memory = nodes_in_memory(graph)
+    sources: dict[fx.Node, set[fx.Node]] = {}  # the tensors in memory that a node is computed from, or is
+    elements: dict[fx.Node, int] = {}  # of the largest tensor of a fused computation
+    producers: dict[fx.Node, FusedKernel] = {}
+    kernels: list[FusedKernel] = []
+
+    def reads_of(node: fx.Node) -> set[fx.Node]:
+        """The tensors in memory that the kernel which writes ``node``, a tensor in memory, reads."""
+        if node in producers:
+            return producers[node].read
+        source = view_base(node)  # of an element of the tuple that an extern kernel returns
+        return set().union(*(sources[n] for n in source.all_input_nodes)) if source.op == "call_function" else set()
+
+    def depend_on(nodes: set[fx.Node], kernel: FusedKernel) -> bool:
+        """Whether one of ``nodes``, tensors in memory, depends on ``kernel``."""
+        waiting, seen = list(nodes), set(nodes)
+        while waiting:
+            node = waiting.pop()
+            if producers.get(node) is kernel:
+                return True
+            more = reads_of(node) - seen
+            seen |= more
+            waiting += more
+        return False
+
+    def fits(node: fx.Node, kernel: FusedKernel) -> bool:
+        by_columns, reads = is_global_reduction(node) and shape_of(node) != (), sources[node]
+        own = reads.intersection(kernel.written)
+        return (
+            (kernel.elements, kernel.by_columns) == (elements[node], by_columns)
+            and bool(own or reads & kernel.read)
+            and not any(map(is_global_reduction, own))
+            and not depend_on(reads - own, kernel)
+        )
+
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        sources[node] = set().union(*(sources[n] for n in inputs))
+        elements[node] = max([prod(shape_of(node)), *(elements[n] for n in inputs)])
+        if len(sources[node]) > MAX_READS and len(node.users) > 1 and not is_view(node):
+            in_memory.add(node)  # cheaper than computing it again in each kernel that uses it
+        if node.op == "call_function" and view_base(node) not in in_memory:
+            continue  # fused into the kernels that read it
+        if node.op == "call_function" and view_base(node) is node and not is_extern_kernel(node):
+            kernel = next((kernel for kernel in reversed(kernels) if fits(node, kernel)), None)
+            if kernel is None:
+                kernel = FusedKernel([], set(), elements[node], is_global_reduction(node) and shape_of(node) != ())
+                kernels.append(kernel)
+            kernel.read |= sources[node].difference(kernel.written)
+            kernel.written.append(node)
+            producers[node] = kernel
+        sources[node] = {tensor_in_memory(node)}
+        elements[node] = prod(shape_of(node))
+    return kernels
+
+
+def boundary_bytes(module: fx.GraphModule) -> int:
+    """Bytes of the inputs and outputs of a graph, each tensor once."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    outputs = next(node for node in module.graph.nodes if node.op == "output").all_input_nodes
+    return sum(nbytes(node.meta.get("val")) for node in {*inputs, *map(view_base, outputs)})
+
+
 class FusedInterpreter(fx.Interpreter):
     """Interpreter that runs a graph and records its extern kernels and fused kernels in ``recorder``."""
 
     def __init__(self, module: fx.GraphModule, recorder: StepRecorder):
         super().__init__(module)
         self.recorder = recorder
-        self.written: set[fx.Node] = set()  # nodes whose results are written to memory, without views
-        for node in module.graph.nodes:
-            if node.op == "output" or is_extern_kernel(node):
-                self.written |= {node, *map(view_base, node.all_input_nodes)}
-        self.reads: dict[fx.Node, frozenset[fx.Node]] = {}  # the nodes in memory that a node is computed from
-        sources: dict[fx.Node, frozenset[fx.Node]] = {}  # the node itself if it is in memory, otherwise its reads
-        for node in module.graph.nodes:
-            self.reads[node] = frozenset().union(*(sources[n] for n in node.all_input_nodes))
-            in_memory = node in self.written or node.op != "call_function"
-            sources[node] = frozenset([node]) if in_memory else self.reads[node]
+        kernels = fused_kernels(module.graph)
+        self.written = {node for kernel in kernels for node in kernel.written}
+        self.last = {kernel.written[-1]: kernel.bytes for kernel in kernels}  # a kernel runs when it can write all
 
     def run_node(self, n: fx.Node) -> Any:
         recorder = self.recorder
@@ -80,13 +205,13 @@ class FusedInterpreter(fx.Interpreter):
             with self._phase_of(n):
                 return super().run_node(n)
         source = view_base(n)
-        if source.op == "call_function" and source not in self.written:
+        if source.op == "call_function" and source not in self.written and not is_extern_kernel(source):
             return None  # fused into its readers; the shapes of their results are known from the graph's metadata
         with recorder.labeled(paused=True):
             result = empty_like(n.meta["val"]) if source is n else super().run_node(n)
         if n in self.written:
             with self._phase_of(n):
-                recorder.record_fused_kernel(result, sum(nbytes(source.meta.get("val")) for source in self.reads[n]))
+                recorder.record_fused_kernel(result, self.last.get(n, 0))
         return result
 
     def _phase_of(self, node: fx.Node) -> AbstractContextManager[None]:

@@ -39,6 +39,10 @@ class Operation:
     """For a send or receive, the global rank of the peer."""
     share: float = 1.0
     """Fraction of ``flops`` that the kernel computes, because attention skips masked blocks."""
+    keys: float = 0.0
+    """For attention, the mean number of keys of a query, without those that the mask excludes."""
+    head_dim: int = 0
+    """For attention, the size of a head."""
     fsdp: bool = False
     """Whether it is a collective of fully_shard, which runs on a separate stream."""
 
@@ -61,22 +65,23 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
     return None
 
 
-def flops_of(func: Any, name: str, args: tuple[Any, ...]) -> tuple[int, float]:
-    """Return the FLOPs of a matrix product or of attention (0 for others), and the fraction that its kernel computes.
+def work_of(func: Any, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the fields of ``Operation`` that describe the FLOPs of a matrix product or of attention; {} for others.
 
-    Attention has two matrix products over all pairs of queries and keys in forward, and five in backward. The fraction
-    is that of a causal mask aligned with the last key; other masks are ignored.
+    Attention has two matrix products over all pairs of queries and keys in forward, and five in backward. ``share`` and
+    ``keys`` are those of a causal mask aligned with the last key; other masks are ignored.
     """
     if getattr(func, "overloadpacket", None) in MATMULS:
-        return int(flop_registry[func.overloadpacket](*args)), 1.0
+        return {"flops": int(flop_registry[func.overloadpacket](*args))}
     if "attention" not in name:
-        return 0, 1.0
+        return {}
     backward = "backward" in name
     # In backward, the gradient precedes queries and keys in the arguments, except for flex_attention.
     q, k = args[1:3] if backward and not name.startswith("flex") else args[:2]
     bs, heads, seq, dim = q.shape
     flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
-    return flops, 1 - seq / (2 * k.shape[2])
+    share = 1 - seq / (2 * k.shape[2])
+    return {"flops": flops, "share": share, "keys": share * k.shape[2], "head_dim": int(dim)}
 
 
 MATMULS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten._scaled_mm)

@@ -17,10 +17,10 @@ from torchtrain.planning.operations import (
     VIEWS,
     Operation,
     collective,
-    flops_of,
     moved_bytes,
     nbytes,
     tensors_in,
+    work_of,
 )
 from torchtrain.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatchMode
 
@@ -230,9 +230,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._record(func, args, kwargs, out)
         return out
 
-    def record_fused_kernel(self, result: Any, read_bytes: int) -> None:
-        """Record a fused kernel that reads ``read_bytes`` bytes and writes ``result``."""
-        self.record_operation("fused", bytes=read_bytes + nbytes(self._track_all(result)))
+    def record_fused_kernel(self, result: Any, moved: int) -> None:
+        """Record that a fused kernel writes ``result``, and if it is the last, the ``moved`` bytes of the kernel."""
+        self._track_all(result)
+        if moved:
+            self.record_operation("fused", bytes=moved)
 
     def _track_all(self, result: Any) -> list[Tensor]:
         outputs = tensors_in(result)
@@ -258,5 +260,4 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_compute(self, func: Any, name: str, args: Any, kwargs: Any, moved: int) -> None:
         inputs = tensors_in((args, kwargs))
         dtype = inputs[0].dtype if inputs else torch.float32
-        flops, share = flops_of(func, name, args)
-        self.record_operation(name, flops=flops, dtype=dtype, bytes=moved, share=share)
+        self.record_operation(name, dtype=dtype, bytes=moved, **work_of(func, name, args))
