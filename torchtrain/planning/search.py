@@ -83,8 +83,9 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
             work += more
             fastest = max(fastest, result.tokens_per_second_per_gpu if result.fits else 0.0)
             logger.info(
-                "layout %d of %d: %s; the best so far %s tokens/s",
-                *(number, len(layouts), format_layout(layout, result), f"{fastest:,.0f}" if fastest else "no"),
+                "layout %d of %d: %s; %s",
+                *(number, len(layouts), format_layout(layout, result)),
+                f"the best so far {fastest:,.0f} tokens/s" if fastest else "none fits so far",
             )
     except KeyboardInterrupt:
         if not fastest:
