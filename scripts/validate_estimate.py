@@ -3,10 +3,11 @@
     python scripts/validate_estimate.py            # the table of docs/estimate.md
     python scripts/validate_estimate.py --fit      # fits the efficiencies, and prints values for planning/hardware.py
 
-Memory is not fitted. A row describes how the trainer of a run differed from this one, and the script reproduces it:
-which matrix products of a block selective checkpointing saved, whether the loop kept the float32 logits until the end
-of the step, whether the loss was compiled, and whether the allocator used expandable segments. All runs applied RoPE
-with complex numbers, and predate PyTorch's fused kernel for RMSNorm.
+Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A row describes how the trainer of a run
+differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,
+whether the loop kept the float32 logits until the end of the step, whether the loss was compiled, and whether the
+allocator used expandable segments. All runs applied RoPE with complex numbers, predate PyTorch's fused kernel for
+RMSNorm, and used FlashAttention 2.
 """
 
 import argparse
@@ -58,20 +59,21 @@ class Row:
     reshard: str = "default"
     chunk_tokens: int = 0
     tensor: int = 1
+    context: int = 1
     ranks: int = 8
     async_tensor: bool = False
-
-    @property
-    def seq_len(self) -> int:
-        return 2048 if self.flavor == "7B" else 8192
+    seq_len: int = 8192
+    gpu: str = "h100-96"
 
 
 BENCHMARK = "torchtitan benchmarks/llama3_h100_202412"
 ASYNC = "torchtitan benchmarks/asyncTP_llama3_h100_2025-06"
+H200 = "torchtitan benchmarks/llama3_8b_h200_2025-06"
+ON_H200 = {"gpu": "h200", "ranks": 32}
 # torchtitan's loss was not compiled before the autumn of 2024, nor from that December to the next April (#755, #1033).
 PLAIN_LOSS = {"compiled": True, "compiled_loss": False}
 # torchtitan in March 2024
-OLD = {"holds_logits": True, "expandable": False, "compiled_loss": False}
+OLD = {"holds_logits": True, "expandable": False, "compiled_loss": False, "seq_len": 2048}
 ROWS = (
     Row("8B, 8 GPUs, batch 2", BENCHMARK, "8B", 2, 82.4, 5762),
     Row("... compiled", BENCHMARK, "8B", 2, 77.0, 6667, **PLAIN_LOSS),
@@ -90,6 +92,20 @@ ROWS = (
     Row("... compiled, selective", "#165", "7B", 8, 53.83, 8250, compiled=True, **OLD),
     Row("... compiled, selective, batch 16", "#165", "7B", 16, 88.23, 8600, compiled=True, **OLD),
     Row("... compiled, none", "#165", "7B", 8, 90.28, 9200, "none", compiled=True, **OLD),
+    Row(
+        "8B, 32 H200 GPUs, batch 2, compiled, float8", H200, "8B", 2, None, 10938, compiled=True, float8=True, **ON_H200
+    ),
+)
+# Runs that no efficiency is fitted to.
+LONG = {**PLAIN_LOSS, "float8": True}
+HELD_OUT = (
+    Row("8B, 32,768 tokens, full", BENCHMARK, "8B", 1, 83.9, 3890, "full", **LONG, seq_len=32768),
+    Row("... context 2, 65,536 tokens", BENCHMARK, "8B", 1, 84.2, 2540, "full", **LONG, seq_len=65536, context=2),
+    Row("... context 4, 131,072 tokens", BENCHMARK, "8B", 1, 84.0, 1071, "full", **LONG, seq_len=131072, context=4),
+    Row("... context 8, 262,144 tokens", BENCHMARK, "8B", 1, 84.5, 548, "full", **LONG, seq_len=262144, context=8),
+    Row("8B, 128 GPUs, batch 2", BENCHMARK, "8B", 2, 67.0, 5605, ranks=128),
+    Row("... compiled", BENCHMARK, "8B", 2, 62.0, 6514, **PLAIN_LOSS, ranks=128),
+    Row("... compiled, float8", BENCHMARK, "8B", 2, 61.8, 8380, **LONG, ranks=128),
 )
 
 
@@ -134,9 +150,11 @@ def config_of(row: Row) -> JobConfig:
                 "local_batch_size": row.batch,
                 "seq_len": row.seq_len,
                 "loss_chunk_tokens": row.chunk_tokens,
+                "attention_backend": "flash",  # as torchtitan's on H100
             },
             "parallelism": {
                 "tensor_parallel_degree": row.tensor,
+                "context_parallel_degree": row.context,
                 "fsdp_reshard_after_forward": row.reshard,
                 "enable_async_tensor_parallel": row.async_tensor,
             },
@@ -173,12 +191,12 @@ def trace(row: Row) -> Trace:
 def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
     # Inductor alone fuses six of the eight collectives of a block (docs/lowering.md).
     efficiency = replace(efficiency, async_tensor=efficiency.async_tensor * 6 / 8)
-    cost_model = CostModel(GPUS["h100-96"], efficiency, config_of(row))
+    cost_model = CostModel(GPUS[row.gpu], efficiency, config_of(row))
     seconds = replay({0: found.operations}, cost_model)[0].seconds
-    return row.batch * row.seq_len / row.tensor / seconds
+    return row.batch * row.seq_len / (row.tensor * row.context) / seconds
 
 
-FITTED = ("matmul", "float8", "attention", "memory")  # these runs hardly depend on the links
+FITTED = ("matmul", "float8", "memory", "power_limited")  # these runs hardly depend on the links
 LIMIT = 0.95  # of an efficiency
 PULL = 0.002  # weak regularization towards the initial values, for directions that the rows do not determine
 
@@ -230,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="fit the efficiencies, with and without each row")
     options = parser.parse_args()
-    traces = [trace(row) for row in ROWS]
+    traces, held_out = [trace(row) for row in ROWS], [trace(row) for row in HELD_OUT]
     efficiency, without = fit(traces) if options.fit else (Efficiency(), [])
     if options.fit:
         print({key: round(getattr(efficiency, key), 3) for key in FITTED}, "\n")
@@ -238,18 +256,21 @@ def main() -> None:
     def cells(found: float, published: float | None, digits: int) -> str:
         return f"{published:,.{digits}f} | {found / published - 1:+.1%}" if published else "| "
 
-    print("| run | reserved GiB | estimate | tokens/s | estimate |")
-    print("| --- |" + " --: |" * 4)
+    header = "| run | reserved GiB | estimate | tokens/s | estimate |" + " left out |" * bool(without)
+    print(header, "| --- |" + " --: |" * (header.count("|") - 2), sep="\n")
     source = ""
-    for i, (row, found) in enumerate(zip(ROWS, traces, strict=True)):
+    for i, (row, found) in enumerate(zip(ROWS + HELD_OUT, traces + held_out, strict=True)):
+        if row is HELD_OUT[0]:
+            print("| *held out* |" + " |" * (header.count("|") - 2))
         speed = tokens_per_second(row, found, efficiency)
         memory, tokens = cells(found.reserved, row.reserved, 2), cells(speed, row.tokens, 0)
         name = row.name if row.source == source else f"{row.name} ({row.source})"
         print(f"| {name} | {memory} | {tokens} |", end="")
         source = row.source
-        if without and row.tokens:
-            print(f" left out {tokens_per_second(row, found, without[i]) / row.tokens - 1:+.1%}", end="")
-        print()
+        if without:
+            error = tokens_per_second(row, found, without[i]) / (row.tokens or math.nan) - 1 if i < len(ROWS) else None
+            print(" |" if error is None else f" {error:+.1%} |", end="")
+        print(flush=True)
     for row, found in zip(ROWS, traces, strict=True):
         if row.active:
             print(f"\nactive GiB, {row.name}: published {row.active}, {found.active / row.active - 1:+.1%}", end="")

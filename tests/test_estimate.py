@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import fit_attention
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchtrain import estimate as command
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
-from torchtrain.config.schema import DataConfig, JobConfig
+from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
@@ -31,6 +32,7 @@ from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
+from torchtrain.planning.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
 from torchtrain.planning.operations import Operation, collective, moved_bytes
 from torchtrain.planning.recorder import CATEGORIES, StepRecorder
@@ -782,14 +784,20 @@ def test_durations_are_those_of_closed_forms() -> None:
     e = Efficiency(kernel_seconds=0.0, collective_seconds=0.0)
     cost_model = CostModel(GPUS["h100-80"], e, JobConfig())
     product = Operation("mm", "forward", "", flops=10**12, dtype=torch.bfloat16)
+    name = "_scaled_dot_product_flash_attention_for_cpu"  # where PyTorch chooses the kernel
+    attention = replace(product, name=name, share=0.5, keys=900.0, head_dim=128)
     for operation, seconds in (
         (product, 1e12 / 989e12 / e.matmul),
         (replace(product, dtype=torch.float8_e4m3fn), 1e12 / 1979e12 / e.float8),
         (replace(product, dtype=torch.float32), 1e12 / 67e12 / e.matmul),
-        (replace(product, name="flash_attention", share=0.5), 0.5e12 / 989e12 / e.attention),
+        (replace(attention, name="flex_attention"), 0.5e12 / 989e12 / (0.342 * 900 / (900 + 180))),
+        (attention, 0.5e12 / 989e12 / (0.663 * 900 / (900 + 200))),
+        (replace(attention, name=f"{attention.name}_backward"), 0.5e12 / 989e12 / (0.568 * 900 / 1266)),
         (Operation("add", "forward", "", bytes=10**9), 1e9 / 3.35e12 / e.memory),
     ):
         assert cost_model.compute(operation) == pytest.approx(seconds)
+    limited = replace(cost_model, gpu=GPUS["h100-96"])
+    assert limited.compute(product) == pytest.approx(1e12 / 989e12 / e.matmul / e.power_limited)
     near, far = 450e9 * e.link, 50e9 * e.network
     for name, ranks, peer, seconds in (
         ("allgather_base", range(8), None, 7e9 / near),
@@ -800,6 +808,29 @@ def test_durations_are_those_of_closed_forms() -> None:
     ):
         sent = Operation(name, "forward", "", bytes=8 * 10**9, axis="shard", ranks=tuple(ranks), peer=peer)
         assert cost_model.communicate(sent) == pytest.approx(seconds)
+
+
+def test_attention_kernels_are_those_of_the_config() -> None:
+    sdpa, direct = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"
+    for backend, capability, name, kernel in (
+        ("auto", (9, 0), sdpa, "cudnn"),
+        ("auto", (9, 0), direct, "flash"),
+        ("auto", (9, 0), "flex_attention", "flash"),
+        ("auto", (8, 0), sdpa, "flash"),
+        ("cudnn", (8, 0), sdpa, "cudnn"),
+        ("flash", (10, 0), sdpa, "flash"),
+        ("fa3", (9, 0), direct, "fa3"),
+    ):
+        assert kernel_of(name, TrainingConfig(attention_backend=backend), capability) == kernel  # type: ignore[arg-type]
+    assert kernel_of(sdpa, TrainingConfig(deterministic=True), (9, 0)) == "flash"
+
+
+def test_attention_speeds_are_fitted_to_the_published_benchmarks() -> None:
+    assert {kernel: fit_attention.fit(points) for kernel, points in fit_attention.read().items()} == SPEEDS
+    # FlashAttention 2 on an H100, 16,384 tokens, causal: 335 TFLOP/s (arXiv:2407.08608, figure 5).
+    fraction = attention_fraction(Kernel("flash", 9, "forward", 128), 8192)
+    assert fraction * 989 == pytest.approx(335, rel=0.02)
+    assert attention_fraction(Kernel("flash", 9, "forward", 96), 8192) == fraction
 
 
 def test_estimate_follows_from_step_time_and_peak_memory() -> None:

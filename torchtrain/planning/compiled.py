@@ -92,8 +92,8 @@ def is_global_reduction(node: fx.Node) -> bool:
     if node.op != "call_function" or getattr(packet, "__name__", "") not in REDUCTIONS:
         return False
     source = node.all_input_nodes[0].meta["val"]
-    dims: Any = node.args[1] if len(node.args) > 1 else []
-    reduced = {dim % source.ndim for dim in ([dims] if isinstance(dims, int) else dims)} or set(range(source.ndim))
+    dims: Any = node.args[1] if len(node.args) > 1 else None
+    reduced = {dim % source.ndim for dim in ([dims] if isinstance(dims, int) else dims or range(source.ndim))}
     strides = [(i in reduced, stride) for i, stride in enumerate(source.stride()) if source.shape[i] != 1]
     kept = [stride for is_reduced, stride in strides if not is_reduced]
     return not kept or min(kept) <= max((stride for is_reduced, stride in strides if is_reduced), default=0)

@@ -29,6 +29,8 @@ class Gpu:
     """Share of the bandwidth of the host's own memory, bytes/s."""
     capability: tuple[int, int]
     """CUDA compute capability."""
+    power_limited: bool = False
+    """Whether its power limit, 500 instead of 700 W, slows down computation."""
 
 
 # One network card per GPU. The host's share is an eighth of a DGX by its data sheet: PCIe 4.0 and 5.0 x16; 16 channels
@@ -37,9 +39,9 @@ GPUS = {
     # NVIDIA A100 data sheet (2021); HDR InfiniBand, 200 Gb/s
     "a100-40": Gpu(39.4, 312e12, 312e12, 19.5e12, 1.555e12, 300e9, 25e9, 32e9, 51e9, (8, 0)),
     "a100-80": Gpu(79.1, 312e12, 312e12, 19.5e12, 2.039e12, 300e9, 25e9, 32e9, 51e9, (8, 0)),
-    # NVIDIA H100 (SXM; h100-96 has HBM2e) and H200 data sheets; 400 Gb/s
+    # NVIDIA H100 (SXM) and H200 data sheets; 400 Gb/s. h100-96 has HBM2e and 500 W, as in Meta's published runs.
     "h100-80": Gpu(79.1, 989e12, 1979e12, 67e12, 3.35e12, 450e9, 50e9, 64e9, 77e9, (9, 0)),
-    "h100-96": Gpu(95.0, 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9, 64e9, 77e9, (9, 0)),
+    "h100-96": Gpu(95.0, 989e12, 1979e12, 67e12, 2.4e12, 450e9, 50e9, 64e9, 77e9, (9, 0), power_limited=True),
     "h200": Gpu(139.8, 989e12, 1979e12, 67e12, 4.8e12, 450e9, 50e9, 64e9, 77e9, (9, 0)),
     # NVIDIA DGX B200 data sheet, divided by its 8 GPUs
     "b200": Gpu(178.4, 2250e12, 4500e12, 80e12, 8.0e12, 900e9, 50e9, 64e9, 90e9, (10, 0)),
@@ -50,13 +52,15 @@ GPUS = {
 class Efficiency:
     """Fractions of the peak rates that training reaches, and latencies.
 
-    ``scripts/validate_estimate.py`` fits ``matmul``, ``float8``, ``attention`` and ``memory`` to published runs.
+    ``scripts/validate_estimate.py`` fits ``matmul``, ``float8``, ``memory`` and ``power_limited`` to
+    published runs.
     """
 
-    matmul: float = 0.463
-    float8: float = 0.345
-    attention: float = 0.403
+    matmul: float = 0.584
+    float8: float = 0.464
     memory: float = 0.95
+    power_limited: float = 0.839
+    """Factor of all FLOP/s where the GPU is ``power_limited``."""
     link: float = 0.75
     network: float = 0.75
     async_tensor: float = 0.6

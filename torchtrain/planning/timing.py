@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.planning.attention import Kernel, attention_fraction, kernel_of
 from torchtrain.planning.hardware import Efficiency, Gpu
 from torchtrain.planning.operations import Operation
 
@@ -42,18 +43,26 @@ class CostModel:
         """Roofline model: the maximum of the times to compute, to move the bytes, and to run any kernel."""
         gpu, efficiency = self.gpu, self.efficiency
         if operation.dtype in FLOAT8:
-            peak = gpu.flops_float8 * efficiency.float8
+            peak, fraction = gpu.flops_float8, efficiency.float8
         elif operation.dtype in (torch.bfloat16, torch.float16):
-            peak = gpu.flops_bfloat16 * efficiency.matmul
+            peak, fraction = gpu.flops_bfloat16, efficiency.matmul
         else:
-            peak = gpu.flops_float32 * efficiency.matmul
-        if "attention" in operation.name:
-            peak *= efficiency.attention / efficiency.matmul
+            peak, fraction = gpu.flops_float32, efficiency.matmul
+        if operation.head_dim:
+            fraction = self._attention_fraction(operation)
+        if gpu.power_limited:
+            fraction *= efficiency.power_limited
         on_host = self.config.training.enable_cpu_offload and operation.phase == "update"
         moving = operation.bytes / (
             (gpu.host_memory_bandwidth if on_host else gpu.memory_bandwidth) * efficiency.memory
         )
-        return max(operation.flops * operation.share / peak, moving, efficiency.kernel_seconds)
+        return max(operation.flops * operation.share / (peak * fraction), moving, efficiency.kernel_seconds)
+
+    def _attention_fraction(self, operation: Operation) -> float:
+        capability = self.gpu.capability
+        direction = "backward" if "backward" in operation.name else "forward"
+        name = kernel_of(operation.name, self.config.training, capability)
+        return attention_fraction(Kernel(name, capability[0], direction, operation.head_dim), operation.keys)
 
     def communicate(self, operation: Operation) -> float:
         """Time of a ring collective, as in NCCL's bus bandwidth; the network cards of a machine share its traffic.
