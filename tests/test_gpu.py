@@ -14,14 +14,22 @@ from typing import Any
 import pytest
 import torch
 from forked_run import same_tensors, saved_tensors
+from torch.distributed.device_mesh import init_device_mesh
 
 from torchtrain.comparison.runs import RunFolder, compare_runs, open_run, relative
 from torchtrain.config.parse import parse
+from torchtrain.config.schema import ActivationCheckpointConfig, Float8Config
+from torchtrain.distributed.mesh import local
+from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
+from torchtrain.parallelisms.compile import apply_compile
 from torchtrain.parallelisms.exact_sums import ExactSums
+from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
+from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.planning.request import resolve_gpu, resolve_model_config
 from torchtrain.planning.summary import estimate
 from torchtrain.train import main
+from torchtrain.trainer import initialize
 
 # A warning of another version of PyTorch or its compiler is no reason to know less about the GPU.
 pytestmark = pytest.mark.filterwarnings("default")
@@ -170,6 +178,50 @@ def test_exact_sums_are_the_same_bits_in_any_order_and_on_a_cpu(device: str, dty
     assert expected.count_nonzero() == expected.numel()
     assert torch.equal(total(device, gradients), expected)
     assert torch.equal(total(device, gradients[::-1]), expected)
+
+
+def block_in_float8(device: str, recipe: Any, compiled: bool, tensor_parallel: bool) -> list[torch.Tensor]:
+    """Output of a block, then the gradients of its input and its parameters."""
+    config = Float8Config(recipe=recipe)
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig(256, 1, 4, 2, 512, 64, max_seq_len=128, qkv_bias=True)).bfloat16()
+    apply_float8(model, config, shards=1, emulate=device == "cpu")
+    if tensor_parallel:
+        mesh = init_device_mesh(device, (1,), mesh_dim_names=("tensor",))
+        apply_tensor_parallel(model, mesh, sequence_parallel=True, styles=tensor_parallel_styles(config))
+    model.to_empty(device=device)
+    initialize([model], 0, torch.device(device))
+    block = model.layers["0"]
+    if compiled:
+        apply_compile(model, ActivationCheckpointConfig())
+    x, gradient = torch.randn(2, 2, 128, 256, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
+    x.requires_grad_()
+    out = block(x, model.rope_cos[None, :, None], model.rope_sin[None, :, None])
+    out.backward(gradient)
+    gradients = [local(parameter.grad) for _, parameter in sorted(block.named_parameters())]
+    return [out.detach(), local(x.grad), *gradients]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(
+    ("device", "compiled"),
+    [
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+        pytest.param("cpu", False, marks=pytest.mark.slow),
+    ],
+)
+def test_float8_with_tensor_parallelism_computes_as_without(device: str, compiled: bool, recipe: str) -> None:
+    """A group of a single rank: the layouts of the matrices are those that ``torch._scaled_mm`` needs."""
+    pytest.importorskip("torchao")
+    torch._dynamo.reset()
+    expected = block_in_float8(device, recipe, compiled, tensor_parallel=False)
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    found = block_in_float8(device, recipe, compiled, tensor_parallel=True)
+    errors = [((a - b).float().norm() / b.float().norm()).item() for a, b in zip(found, expected, strict=True)]
+    print(f"{device} {recipe}: {max(errors):.1e}")  # noqa: T201
+    assert max(errors) < 1e-2
 
 
 @pytest.mark.parametrize("mode", ["none", "full"])
