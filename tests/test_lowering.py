@@ -114,6 +114,26 @@ def test_async_tensor_parallelism_fuses_all_collectives_of_a_block(lowered_case:
     assert [graph.backward for graph in graphs] == [False, True]
 
 
+@pytest.mark.slow
+def test_async_tensor_parallelism_in_float8_fuses_six_of_eight_collectives(
+    lowered_case: Callable[[Case], Lowered],
+) -> None:
+    """In backward, each product of a sum has its own scales."""
+    graphs = {graph.backward: graph for graph in lowered_case(Case("float8-async-tensor")).code.graphs}
+    fused = {backward: Counter(n for n in graph.libraries if "symm_mem" in n) for backward, graph in graphs.items()}
+    gathers, scatters = (
+        f"torch.ops.symm_mem.{name}.default"
+        for name in ("fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter")
+    )
+    assert fused == {False: {gathers: 2, scatters: 2}, True: {gathers: 2}}
+    for graph, largest in zip((graphs[False], graphs[True]), (4, 7), strict=True):
+        assert graph.collectives == {
+            "all_gather_into_tensor": 2,
+            "reduce_scatter_tensor": 2,
+            "all_reduce": largest,  # of the largest absolute values
+        }
+
+
 @pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
 def test_cudnn_attention_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], mode: str) -> None:
     """cuDNN is torch's first choice on an H100."""

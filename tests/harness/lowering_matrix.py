@@ -23,21 +23,32 @@ PIPELINE = {
     "training.local_batch_size": 12,  # microbatches
     "training.global_batch_size": 48,  # of two ranks, in two accumulation steps
 }
+TENSOR, ASYNC = (
+    {f"{P}tensor_parallel_degree": 2},
+    {f"{P}tensor_parallel_degree": 4, f"{P}enable_async_tensor_parallel": True},
+)
+TENSORWISE = {"float8.recipe": "tensorwise", "float8.enable_fsdp_float8_all_gather": True}
 # Number of GPUs, and options on top of those of a config.
 OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (8, {}),
     "documents": (8, DOCUMENTS),
     "context": (32, {f"{P}context_parallel_degree": 4}),
     "context-documents": (32, {f"{P}context_parallel_degree": 4, **DOCUMENTS}),
-    "async-tensor": (32, {f"{P}tensor_parallel_degree": 4, f"{P}enable_async_tensor_parallel": True}),
+    "async-tensor": (32, ASYNC),
     "float8-rowwise": (8, {"float8.recipe": "rowwise"}),
-    "float8-tensorwise": (8, {"float8.recipe": "tensorwise", "float8.enable_fsdp_float8_all_gather": True}),
+    "float8-tensorwise": (8, TENSORWISE),
+    "float8-tensorwise-tensor": (8, {**TENSORWISE, **TENSOR}),
     "muon": (8, {"optimizer.name": "muon"}),
     "exact-sums": (8, {"training.sums": "exact"}),
     "z-loss": (8, {"training.z_loss_weight": 1e-4}),
     "deterministic": (8, {}),
     "pipeline": (4, PIPELINE),
     "pipeline-documents": (4, {**PIPELINE, **DOCUMENTS}),
+}
+# Further options, for a single mode.
+FLOAT8_OPTIONS: dict[str, tuple[int, dict[str, Any]]] = {
+    "float8-rowwise-tensor": (8, {"float8.recipe": "rowwise", **TENSOR}),
+    "float8-async-tensor": (32, {**TENSORWISE, **ASYNC}),
 }
 MODES = ("none", "selective", "full", "memory_budget")
 # Problems that an option always has. It is a problem, too, if one of them is missing.
@@ -47,6 +58,11 @@ ACCEPTED = {
     # torchao computes the scales in float64, from the largest element and to its reciprocal.
     "float8-rowwise": r"\w+_clamp_\w*reciprocal\w* computes in float64",
     "float8-tensorwise": r"\w+_clamp_\w*reciprocal\w* computes in float64",
+    # The largest elements are reduced over the tensor-parallel ranks in float64.
+    **dict.fromkeys(
+        ("float8-tensorwise-tensor", *FLOAT8_OPTIONS),
+        r"\w+_(abs_\w*max|clamp_\w*reciprocal)\w* computes in float64",
+    ),
 }
 
 
@@ -72,6 +88,8 @@ MATRIX = [
         for option in ("documents", "async-tensor", "z-loss", "deterministic")
     ),
     Case("float8-rowwise", "selective", "b200"),
+    Case("float8-rowwise-tensor", "selective"),
+    Case("float8-async-tensor"),
     # Another head size: 64.
     *(Case("documents", "selective", gpu, "llama3_1b") for gpu in ("h100-80", "a100-80", "b200")),
 ]
@@ -85,7 +103,7 @@ def lower_config(worker: fake_cuda.Worker, path: Path, gpu: str) -> tuple[Lowere
 
 
 def lower_case(worker: fake_cuda.Worker, case: Case, **arguments: Any) -> Lowered:
-    world_size, options = OPTIONS[case.option]
+    world_size, options = (OPTIONS | FLOAT8_OPTIONS)[case.option]
     layers = 4 if f"{P}pipeline_parallel_degree" in options else 2
     lowered: Lowered = worker.run(
         lowered_step.lower,

@@ -23,6 +23,7 @@ from torchtrain.torch_internals import find_reduce_scatter_patterns
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 RESHAPE, MM, ADD = aten.reshape.default, aten.mm.default, aten.add.Tensor
+SCALED_MM = aten._scaled_mm.default  # float8
 
 
 class FusibleCollectives(CustomGraphPass):
@@ -65,7 +66,7 @@ def merge_views_of_gathered(wait: fx.Node) -> None:
             continue
         rows.args = (wait, list(value(rows).shape))
         for product in list(rows.users):
-            if product.target is not MM or product.args[0] is not rows:
+            if product.target not in (MM, SCALED_MM) or product.args[0] is not rows:
                 continue
             with graph.inserting_after(product):
                 result = insert(graph, RESHAPE, product, [*shape[:2], value(product).shape[1]])
