@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.local_files import standard_library_files
 from torchtrain.metrics.writers import append
 
@@ -318,21 +319,27 @@ def reaches(curve: list[dict[str, float]], target: float, tokens_per_step: int) 
 
 
 def draw(results: Results, best: dict[str, Recipe], file: Path) -> None:
-    import matplotlib as mpl
+    """Draw the mean of the seeds of each optimizer, and the band between the lowest and the highest of them."""
+    from matplotlib.figure import Figure
 
-    mpl.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
     for color, (name, recipe) in zip(("#0072B2", "#D55E00"), best.items(), strict=False):
-        for seed in SEEDS:
-            line = results.of(replace(recipe, seed=seed))
-            if line is not None:
-                tokens = [point["step"] * SEQ_LEN * ROWS for point in line["curve"]]
-                label = f"{name}, rate {recipe.lr:g}, decay {recipe.decay:g}" if seed == SEEDS[0] else None
-                axes.plot(tokens, [point["loss"] for point in line["curve"]], color=color, label=label)
+        lines = [line for seed in SEEDS if (line := results.of(replace(recipe, seed=seed))) is not None]
+        if not lines:
+            continue
+        tokens = [point["step"] * SEQ_LEN * ROWS for point in lines[0]["curve"]]
+        losses = list(zip(*([point["loss"] for point in line["curve"]] for line in lines), strict=True))
+        label = f"{name}, rate {recipe.lr:g}, decay {recipe.decay:g}: mean and range of {len(lines)} seeds"
+        axes.fill_between(
+            tokens, [min(own) for own in losses], [max(own) for own in losses], color=color, alpha=0.2, lw=0
+        )
+        axes.plot(tokens, [mean(own) for own in losses], color=color, linewidth=2, marker=".", label=label)
     axes.set(xlabel="Tokens", ylabel="Loss on held-out files (nats per token)")
-    axes.legend()
+    axes.xaxis.set_major_formatter(lambda tokens, _: format_tokens(round(tokens)))
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
     figure.savefig(file, dpi=120)
 
 
