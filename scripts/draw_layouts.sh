@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Draw docs/curves.png: one seed on five layouts, one of which is killed after step 60 and resumed from its checkpoint.
+# Draw docs/curves.png: one seed on five layouts, one of which is killed after step 24 and resumed from step 20.
 #   usage: scripts/draw_layouts.sh [FOLDER [PICTURE]]   default: outputs/layouts docs/curves.png
-# It takes about ten minutes on two CPU cores, and needs matplotlib.
+# It takes a few minutes on two CPU cores, and needs matplotlib.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
@@ -10,7 +10,8 @@ picture=${2:-docs/curves.png}
 PYTHON=${PYTHON:-python}
 
 train() { # ranks, name, options
-  NGPU=$1 ./run_llama_train.sh --job.dump_folder "$folder/$2" --metrics.log_freq 2 "${@:3}"
+  NGPU=$1 ./run_llama_train.sh --job.dump_folder "$folder/$2" --training.steps 40 --checkpoint.interval 20 \
+    --metrics.log_freq 1 "${@:3}"
 }
 
 train 1 one_rank
@@ -19,14 +20,15 @@ train 2 context_2 --parallelism.context_parallel_degree 2
 train 4 pipeline_2_shard_2 --parallelism.pipeline_parallel_degree 2 --training.local_batch_size 4
 
 killed=(2 shard_2_killed --training.local_batch_size 4)
-set -m # a process group of its own, which kill ends with all ranks
 train "${killed[@]}" &
-until grep -q '"step": 60,' "$folder/shard_2_killed/metrics.jsonl" 2>/dev/null; do
+until grep -q '"step": 24,' "$folder/shard_2_killed/metrics.jsonl" 2>/dev/null; do
   kill -0 $! || exit 1 # it has ended by an error
   sleep 0.2
 done
-kill -KILL -- -$!
+# The launcher is the child of the function, and the ranks are children of the launcher, which then ends, too.
+kill -KILL $(pgrep --parent "$(pgrep --parent $!)")
 wait $! || true
 train "${killed[@]}"
 
-"$PYTHON" scripts/plot.py "$folder"/{one_rank,tensor_2,context_2,pipeline_2_shard_2,shard_2_killed} -o "$picture"
+"$PYTHON" scripts/plot.py "$folder"/{one_rank,tensor_2,context_2,pipeline_2_shard_2,shard_2_killed} \
+  --panels loss grad_norm -o "$picture"

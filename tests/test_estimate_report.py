@@ -1,10 +1,14 @@
 """What torchtrain.estimate prints and draws: the verdict first, words for collectives, named phases."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from forked_command import run_command
+from terminal import Terminal
 
 from torchtrain import estimate as command
 from torchtrain.config.parse import parse
@@ -16,6 +20,7 @@ from torchtrain.planning.request import resolve_gpu, resolve_model_config
 from torchtrain.planning.summary import Estimate, RankMemory, StepCosts, estimate
 
 OPTIONS = ["--job.config_file", "train_configs/debug_model.toml", "--training.global_batch_size", "8"]
+SEARCHED = r"^[0-9:]+ layout (\d+) of \d+: .*: [\d.]+ GiB, .*; the best so far ([\d,]+) tokens/s$"
 
 
 def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,3 +78,34 @@ def test_ranking_fits_a_screen_of_80_columns() -> None:
     alone = format_ranking([layout(1, "none", 60)])
     assert alone.split()[:5] == ["pipeline", "replicate", "shard", "context", "tensor"]
     assert max(map(len, [common, *table, *alone.splitlines()])) <= 120
+
+
+def few_layouts(use_terminal: Callable[[], object]) -> None:
+    from torchtrain.planning import search
+
+    search.LOCAL_BATCHES, search.MODES = (1, 2), ("none",)  # type: ignore[assignment]
+    use_terminal()
+
+
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow), None])
+def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
+    """A line for each layout while it runs, and a table that fits 80 columns; that of the quick start has its form."""
+    terminal = None if columns is None else Terminal(columns)
+    hook = partial(few_layouts, int if terminal is None else terminal.hook)
+    options = ("--estimate.world_size", "2", "--estimate.search", "--estimate.output", str(tmp_path / "layout.toml"))
+    options = (*options, "--model.shape.n_layers", "2", "--training.local_batch_size", "4")
+    found = run_command("torchtrain.estimate", *OPTIONS, *options, hook=hook)
+    log = found.stderr if terminal is None else terminal.close()
+    assert found.returncode == 0, log
+    shown = re.findall(SEARCHED, log, re.MULTILINE)
+    assert [number for number, _ in shown] == [str(i) for i in range(1, len(shown) + 1)]
+    head, common, titles, first, *_, last = found.stdout.splitlines()
+    assert re.search(rf"; {len(shown)} simulated in \d+ s of CPU time, {len(shown)} of them fit; 0 skipped", head)
+    assert first.split()[-2] == shown[-1][1]
+    assert all(len(line) <= 80 for line in (common, titles, first))
+    assert last.startswith("wrote the first layout as a config for the trainer: ")
+    page = (Path(__file__).parent.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    assert re.search(SEARCHED, page, re.MULTILINE)
+    table = re.search(r"^in all of them.*\n(.*)$", page, re.MULTILINE)
+    assert table
+    assert table[1].split()[-5:] == ["checkpoint", "reshard", *titles.split()[-3:]]

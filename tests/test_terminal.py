@@ -86,10 +86,13 @@ def test_screen_of_a_new_run_and_of_a_resumed_one(
     assert source["share"] == 1
 
 
-def test_screen_of_two_ranks_is_the_same_in_a_log_file(tmp_path: Path) -> None:
-    screen = show(tmp_path, None, "--training.steps", "1", "--data.path", "README.md", "docs", ranks=2)
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow), None])
+def test_screen_of_two_ranks_is_that_of_one(tmp_path: Path, columns: int | None) -> None:
+    screen = show(tmp_path, columns, "--training.steps", "1", "--data.path", "README.md", "docs", ranks=2)
     lines = banner(screen)
     assert len(lines) <= 15
+    if columns is not None:
+        assert max(map(len, lines[1:])) <= columns
     assert "  devices      cpu (" in screen
     assert "2 ranks: shard 2" in screen
     assert "  batch        4 sequences, 128 tokens; in 1 steps 128, 0.00096 per parameter" in screen
@@ -203,6 +206,8 @@ def test_quickstart_shows_the_screens_of_a_default_run() -> None:
         rows = re.split(rf"^[0-9:]+ {head}.*\n", block, flags=re.MULTILINE)[1].splitlines()
         assert [row[:15].strip() for row in rows if row[:15].strip()] == labels
         assert all(row[14] == " " and row[15] != " " for row in rows)
+    assert "\n  start        resumes from outputs/debug_model/checkpoint/step-100\n" in text
+    assert "\n  devices      cpu (x86_64), 2 ranks: shard 2\n" in text
 
 
 def test_validation_of_several_sources_has_a_row_each_with_the_best_so_far(

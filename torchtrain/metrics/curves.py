@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -57,14 +58,14 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def coincide(a: Run, b: Run, key: str) -> bool:
-    """Whether a plot cannot show a difference between the curves of two runs: below 0.5% of the range of values."""
+    """Whether a plot hardly shows a difference between two curves: on average at most 0.5% of the range of values."""
     (steps, values), (others, other_values) = points_of(a, key), points_of(b, key)
     first, last = (max(steps[0], others[0]), min(steps[-1], others[-1])) if steps and others else (1, 0)
     if first >= last:
         return False
     at = [step for step in sorted({*steps, *others}) if first <= step <= last]
     x, y = np.interp(at, steps, values), np.interp(at, others, other_values)
-    return bool(np.abs(x - y).max() <= 0.005 * (max(x.max(), y.max()) - min(x.min(), y.min())))
+    return bool(np.abs(x - y).mean() <= 0.005 * (max(x.max(), y.max()) - min(x.min(), y.min())))
 
 
 class Panel:
@@ -87,14 +88,14 @@ class Panel:
     def x(self, run: Run, steps: Sequence[float]) -> Sequence[float]:
         return tokens_after(run, steps) if self.over == "tokens" else steps
 
-    def draw(self, run: Run, color: str, width: float) -> None:
-        """Draw the curve, smoothed over the raw one if it has many points, and mark restarts, stages and faults."""
+    def draw(self, run: Run, color: str, width: float, *, smooth: bool) -> None:
+        """Draw the curve, and mark restarts, stages and faults. ``smooth``: a curve of many points."""
         self.mark(run, color)
         steps, values = points_of(run, self.key)
         if not steps:
             return
         x = self.x(run, steps)
-        if self.key in SMOOTHED and len(steps) >= MIN_POINTS_SMOOTHED and width == LINE_WIDTH:
+        if smooth and self.key in SMOOTHED and len(steps) >= MIN_POINTS_SMOOTHED:
             self.axes.plot(x, values, color=color, linewidth=0.8, alpha=0.35)
             self.axes.plot(x, smoothed(values), color=color, linewidth=width)
         else:
@@ -140,7 +141,7 @@ class Panel:
         """Set the limits of the axes when all curves are drawn, and add the legend of the panel."""
         self.axes.margins(y=0.06)
         if self.key in ("tokens_per_second", "memory_gib"):
-            self.axes.set_ylim(bottom=0)
+            self.axes.set_ylim(0, 1.08 * self.axes.get_ylim()[1])
         if self.named:
             self.axes.legend(self.named.values(), self.named.keys(), loc="best", fontsize=8, framealpha=0.7)
 
@@ -190,9 +191,10 @@ def plot(runs: Sequence[Run], output: Path, over: str = "step", panels: Sequence
     colors = (COLORS * len(runs))[: len(runs)]
     for axes, key in zip(cells, chosen, strict=True):
         panel = Panel(axes, key, over)
-        later = [sum(coincide(run, other, key) for other in runs[i + 1 :]) for i, run in enumerate(runs)]
-        for run, color, count in zip(runs, colors, later, strict=True):
-            panel.draw(run, color, LINE_WIDTH + 2.2 * count)
+        pairs = [(i, j) for i, j in combinations(range(len(runs)), 2) if coincide(runs[i], runs[j], key)]
+        for i, (run, color) in enumerate(zip(runs, colors, strict=True)):
+            width = LINE_WIDTH + 2.2 * sum(i == earlier for earlier, _ in pairs)
+            panel.draw(run, color, width, smooth=not any(i in pair for pair in pairs))
             if key == "loss":
                 panel.draw_named(run, names_of(run, VALIDATION_LOSS), color, GRAY if len(runs) > 1 else "")
             if key == "scores":
