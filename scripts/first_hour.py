@@ -160,7 +160,7 @@ def configs(dry_run: bool, work: Path) -> Part:
     return Part("configs", 110, commands, figures=figures)
 
 
-def model_8b(dry_run: bool, work: Path, out: Path) -> Part:
+def model_8b(dry_run: bool, work: Path) -> Part:
     """Four layers of 8B at 8,192 tokens, compiled, with a profile and a snapshot of the memory, and the estimate."""
     folder = work / "8b"
     model = ["--job.config_file=train_configs/llama3_8b.toml", *LOCAL_DATA]
@@ -172,11 +172,11 @@ def model_8b(dry_run: bool, work: Path, out: Path) -> Part:
         module("torchtrain.estimate", *model, "--estimate.world_size=1", "--estimate.json"),
     ]
 
-    def keep(_: Path) -> None:
+    def keep(results: Path) -> None:
         for trace in folder.glob("traces/*/*.trace.json.gz"):
-            shutil.copy(trace, out / "8b-trace.json.gz")
+            shutil.copy(trace, results / "8b-trace.json.gz")
         for snapshot in folder.glob("traces/*/*.pickle"):
-            with snapshot.open("rb") as source, gzip.open(out / "8b-memory.pickle.gz", "wb") as target:
+            with snapshot.open("rb") as source, gzip.open(results / "8b-memory.pickle.gz", "wb") as target:
                 shutil.copyfileobj(source, target)
 
     def figures(output: str) -> str:
@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        parts = [versions(dry_run), tests(dry_run), configs(dry_run, work), model_8b(dry_run, work, out)]
+        parts = [versions(dry_run), tests(dry_run), configs(dry_run, work), model_8b(dry_run, work)]
         parts.append(benchmark(dry_run, work))
         for part in parts:
             part.limit_seconds *= 10 if dry_run else 1  # it may be a busy machine

@@ -2,14 +2,14 @@
 # Download what torchtrain needs on a machine without a network that has torch, transformers, sentencepiece, tiktoken,
 # tensorboard and pytest: scripts/make_wheels.sh [FOLDER]   (default: wheels)
 #   PYTHON_VERSION  of that machine            default: 3.12
-#   PLATFORM        its processor              default: x86_64
+#   PROCESSOR       its processor              default: x86_64
 # The wheels take less than 10 MB; scripts/first_hour.sh installs them. datasets, pyarrow and zstandard are not needed
 # to train on text files and prepared data.
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
 folder=${1:-wheels}
-processor=${PLATFORM:-x86_64}
+processor=${PROCESSOR:-x86_64}
 mkdir -p "$folder"
 rm -f "$folder"/*.whl # pip would install none of two versions
 pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest "$folder" \

@@ -6,7 +6,9 @@ import random
 import pytest
 from forked_command import checked_command
 
+from torchtrain.config.schema import EstimateConfig
 from torchtrain.planning.failures import LLAMA3_GPU_MTBF_HOURS, best_interval, expected_seconds
+from torchtrain.planning.report import format_failures
 
 
 @pytest.mark.parametrize(("mtbf_minutes", "minutes"), [(24 * 60, "117"), (6 * 60, "57"), (15, "9.1")])
@@ -50,6 +52,15 @@ def test_figures_of_llama_3() -> None:
     assert (interval / 60, effective) == (pytest.approx(7.8, abs=0.1), pytest.approx(0.907, abs=0.001))
     assert 54 * 86400 / mtbf == pytest.approx(419)
     assert math.isclose(expected_seconds(1, interval, 1e12, 10, 600), 1 + 10 / interval, rel_tol=1e-6)
+
+
+def test_rates_of_gpus_and_machines_are_added() -> None:
+    def interval_of(**options: float) -> str:
+        return format_failures(30.0, 5.0, 20, EstimateConfig(**options)).split(" hours")[0]  # type: ignore[arg-type]
+
+    assert interval_of(mtbf_hours=400.0) == "with a failure every 20.0"
+    assert interval_of(node_mtbf_hours=60.0) == "with a failure every 20.0"  # of 3 machines of 8 GPUs
+    assert interval_of(mtbf_hours=400.0, node_mtbf_hours=60.0) == "with a failure every 10.0"
 
 
 def test_estimate_prints_a_line_per_stage_and_the_whole() -> None:

@@ -42,8 +42,8 @@ FROZEN = {  # every option, by kind and section
         "debug": "fingerprint_steps",
         "comm": "init_timeout_seconds train_timeout_seconds",
         "estimate": (
-            "world_size gpu gpus_per_node memory_gib network_gigabits mtbf_hours save_seconds restart_seconds "
-            "all_layers search search_seconds output json picture"
+            "world_size gpu gpus_per_node memory_gib network_gigabits mtbf_hours node_mtbf_hours save_seconds "
+            "restart_seconds all_layers search search_seconds output json picture"
         ),
     },
     Kind.LAYOUT: {

@@ -47,7 +47,7 @@ def run(config: JobConfig) -> int:
         require_picture(options.picture, "estimate.picture")
     result = estimate(config, resolve_model_config(config), resolve_gpu(config))
     sys.stdout.write((json.dumps(result.as_dict(), indent=1) if options.json else format_estimate(result)) + "\n")
-    if options.mtbf_hours and not options.json:
+    if (options.mtbf_hours or options.node_mtbf_hours) and not options.json:
         text = format_failures(result.days, result.step_seconds, result.world_size, options)
         sys.stdout.write(text + "\n")
     if options.picture:
@@ -89,7 +89,7 @@ def run_stages(config: JobConfig) -> int:
         sys.stdout.write(json.dumps({"stages": entries, "days": total_days(results)}, indent=1) + "\n")
         return 0
     sys.stdout.write(format_stages(results) + "\n")
-    if options.mtbf_hours:
+    if options.mtbf_hours or options.node_mtbf_hours:
         _, main = max(results, key=lambda result: result[1].days)
         sys.stdout.write(format_failures(total_days(results), main.step_seconds, main.world_size, options) + "\n")
     return 0

@@ -904,11 +904,13 @@ class EstimateConfig(Section, name="estimate"):
     """Network bandwidth per GPU in Gb/s. 0: that of the GPU type."""
     mtbf_hours: NotNegative = 0.0
     """Mean time between failures of one GPU, with its share of machine and network, in hours: 50,700 in the training of
-    Llama 3. 0: the duration is estimated without failures."""
+    Llama 3. 0: the duration is estimated without failures, or with those of node_mtbf_hours only."""
+    node_mtbf_hours: NotNegative = 0.0
+    """Mean time between failures of one machine, in hours, beside those of mtbf_hours. 0: none."""
     save_seconds: Annotated[float, ("be above 0", lambda value: 0 < value < math.inf)] = 10.0
-    """With mtbf_hours: for how long training waits for a save, in seconds."""
+    """With mtbf_hours or node_mtbf_hours: for how long training waits for a save, in seconds."""
     restart_seconds: NotNegative = 600.0
-    """With mtbf_hours: the time from a failure until training continues, in seconds."""
+    """With mtbf_hours or node_mtbf_hours: the time from a failure until training continues, in seconds."""
     all_layers: bool = False
     """Simulate every layer on fake tensors instead of a few representative ones. Slower; it verifies the estimate."""
     search: bool = False

@@ -1,5 +1,6 @@
 """Human-readable estimates: a verdict, tables, and a plot of memory."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -80,7 +81,11 @@ def assumptions(estimate: Estimate) -> str:
 
 def format_failures(days: float, step_seconds: float, world_size: int, options: EstimateConfig) -> str:
     """Format the expected duration of a run of ``days`` with failures, and the best interval of checkpoints."""
-    mtbf_seconds = options.mtbf_hours * 3600 / world_size
+    of_gpus, of_nodes = world_size, math.ceil(world_size / options.gpus_per_node)
+    per_hour = sum(
+        count / hours for count, hours in ((of_gpus, options.mtbf_hours), (of_nodes, options.node_mtbf_hours)) if hours
+    )
+    mtbf_seconds = 3600 / per_hour
     interval = best_interval(mtbf_seconds, options.save_seconds)
     costs = (mtbf_seconds, options.save_seconds, options.restart_seconds)
     expected = expected_seconds(days * 86400, interval, *costs) / 86400
