@@ -233,6 +233,32 @@ def test_of_two_simultaneous_starts_one_wins(number: int, monkeypatch: pytest.Mo
     assert verified_steps(0) == [6]
 
 
+def test_outage_from_any_request_of_a_save_on_supersedes_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save may have failed only after its checkpoint was complete."""
+    begins = [10**9]
+
+    def fail(number: int) -> None:
+        if number >= begins[0]:
+            raise StorageError("the store does not respond")
+
+    requests = Requests(monkeypatch, fail)
+    kept = set()
+    for bucket in range(1, 100):
+        run = wait_for_saves(Run(storage(bucket), **OPTIONS | {"keep_latest_k": 0}).train(1, 2))
+        begins[0] = requests.count + bucket - 1
+        wait_for_saves(run.train(3, 4))
+        lasted = requests.count <= begins[0]
+        begins[0] = 10**9
+        wait_for_saves(run.train(5, 6))
+        assert [name for name in storage(bucket).names() if "superseded" in name] == []
+        kept.add(tuple(verified_steps(bucket)))
+        assert_bitwise_equal(resume(bucket).tensors(), run.tensors())
+        if lasted:
+            break
+    assert kept == {(2, 6), (2, 4, 6)}
+    assert lasted
+
+
 def test_late_commit_and_late_markers_of_an_older_start_have_no_effect() -> None:
     older = wait_for_saves(Run(storage(), keep_latest_k=0).train(1, 6))
     staged = older.manager.storage.stage(8, older.manager.lease)

@@ -263,9 +263,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             if not self._may_wait(began):
                 raise self._aborted(f"does not end ({self.status()})")
         pending, self._pending = self._pending, None
+        self._saved.add(self._newest)  # even if it fails: what failed may have come after the commit
         try:
             pending.result()
-            self._saved.add(self._newest)
             self._failed_in_a_row = 0
         except RuntimeError as error:
             if self.stop is not None and self.stop.pending:
