@@ -32,6 +32,7 @@ ATTENTION = {
 ACCEPTED_SPILLS = {
     # float8: one of five configurations, between which a GPU chooses by timing them.
     "triton_red_fused__fused_rms_norm__fused_rms_norm_backward__scaled_mm": 72,
+    "fused_rms_norm__fused_rms_norm_backward__unsafe_view_add": 16,  # dim 2048, on H100 and B200
     "tem_fused.*flex_attention_backward": 88,  # at head_dim 128, outside of its loops
     "tem_fused(?!.*backward).*flex_attention": 80,  # A100, head_dim 64; eight warps need more instructions
 }
