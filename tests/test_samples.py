@@ -1,7 +1,9 @@
 """Logits and samples of a model under training: those of the model itself on every layout, in an unchanged run."""
 
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -48,16 +50,16 @@ class Letters:
         return " ".join(map(str, ids))
 
 
-def config_with_prompts(parallelism: dict[str, Any], temperature: float) -> JobConfig:
-    config = config_of(parallelism=parallelism, training={"local_batch_size": 2})
+def config_with_prompts(parallelism: dict[str, Any], temperature: float, *, compile: bool = False) -> JobConfig:
+    config = config_of(parallelism=parallelism, training={"local_batch_size": 2}, compile={"enable": compile})
     validation = replace(config.validation, enable=True, path="text.jsonl", prompts=PROMPTS)
     validation = replace(validation, prompt_max_new_tokens=NEW_TOKENS, prompt_temperature=temperature)
     return replace(config, validation=validation)
 
 
-def sampled(parallelism: dict[str, Any], temperature: float) -> list[str]:
+def sampled(parallelism: dict[str, Any], temperature: float, *, compile: bool = False) -> list[str]:
     """The samples of two steps with the initial weights; the state of torch's random numbers must not change."""
-    config, tokenizer = config_with_prompts(parallelism, temperature), Letters()
+    config, tokenizer = config_with_prompts(parallelism, temperature, compile=compile), Letters()
     model = build(config)
     before = torch.get_rng_state()
     samples = Samples(config, tokenizer, model)
@@ -65,6 +67,17 @@ def sampled(parallelism: dict[str, Any], temperature: float) -> list[str]:
     assert [text["prompt"] for text in texts] == 2 * [*PROMPTS]
     assert torch.equal(torch.get_rng_state(), before)
     return [text["text"] for text in texts]
+
+
+def sampled_by_compiled_blocks() -> list[str]:
+    """With the graphs that Inductor would get, run uncompiled."""
+    torch._dynamo.reset()
+    with (
+        warnings.catch_warnings(),
+        patch.object(torch, "compile", partial(torch.compile, backend="aot_eager_decomp_partition")),
+    ):
+        warnings.simplefilter("ignore")  # the compiler's about its own operation
+        return sampled({}, 1.0, compile=True)
 
 
 def generated(temperature: float) -> list[str]:
@@ -100,6 +113,10 @@ def test_samples_are_those_of_generate(gloo: GlooPool, references: dict[float, l
 def test_samples_are_the_same_on_layouts(gloo: GlooPool, references: dict[float, list[str]], layout: str) -> None:
     ranks, parallelism = LAYOUTS[layout]
     assert gloo.run(ranks, sampled, parallelism, 1.0) == [references[1.0]] * ranks
+
+
+def test_samples_are_the_same_if_compiled(gloo: GlooPool, references: dict[float, list[str]]) -> None:
+    assert gloo.run(1, sampled_by_compiled_blocks) == [references[1.0]]
 
 
 ROWS = [[5, 9, 3, 50, 17, 8, 1, 2, 3, 4, 5], [7, 8, 9], [99, 4, 4, 12, 1]]
