@@ -45,10 +45,10 @@ NO_SEQUENCE_PARALLEL = {"enable_sequence_parallel": False}
 ZERO_BUBBLE = {"pipeline_parallel_schedule": "InterleavedZeroBubble"}
 BFLOAT16_GATHER = {"float8": {"enable_fsdp_float8_all_gather": False}}
 
-# Relative errors. A different order of summation changes the first loss by 1e-7. It also moves a few numbers to the
-# next float8 number, which changes gradients by up to 3e-3 on average, and 15e-3 for a parameter. With scales of shards
+# Relative errors. A different order of summation changes the first loss by 1e-7, and moves a few numbers to the next
+# float8 number, which changes that loss by up to 3e-6, and gradients by up to 1e-2 on average. With scales of shards
 # instead of whole tensors, almost all numbers round differently: 3e-4 and 150e-3.
-LOSS_ERROR, GRADIENT_ERROR = 1e-6, 1e-2
+LOSS_ERROR, GRADIENT_ERROR = 1e-5, 2e-2
 
 
 class GradientRecord(StepHook):
@@ -202,8 +202,8 @@ def scales_of_shards() -> AbstractContextManager[Any]:
 def test_scales_of_shards_are_detected(gloo: GlooPool, one_rank: Callable[[str, str], Run]) -> None:
     expected, expected_gradients = one_rank("tensorwise", "plain")
     [(curve, gradients), _] = run(gloo, "tensorwise", T2, "plain", scales_of_shards)
-    assert abs(curve.losses[0] / expected.losses[0] - 1) > 100 * LOSS_ERROR
-    assert mean(gradient_errors(gradients, expected_gradients).values()) > 10 * GRADIENT_ERROR
+    assert abs(curve.losses[0] / expected.losses[0] - 1) > 20 * LOSS_ERROR
+    assert mean(gradient_errors(gradients, expected_gradients).values()) > 5 * GRADIENT_ERROR
 
 
 def styles_of_torchao() -> AbstractContextManager[Any]:
@@ -220,7 +220,7 @@ def styles_of_torchao() -> AbstractContextManager[Any]:
 def test_gradients_of_biases_from_float8_are_detected(gloo: GlooPool, one_rank: Callable[[str, str], Run]) -> None:
     [(_, gradients), _] = run(gloo, "tensorwise", T2, "qwen", styles_of_torchao)
     errors = gradient_errors(gradients, one_rank("tensorwise", "qwen")[1])
-    assert min(error for name, error in errors.items() if name.endswith("bias")) > GRADIENT_ERROR
+    assert mean(error for name, error in errors.items() if name.endswith("bias")) > 2 * GRADIENT_ERROR
 
 
 @pytest.mark.slow
