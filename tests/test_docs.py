@@ -104,6 +104,8 @@ LISTED = {
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "python scripts/interpret_kernels.py": "takes minutes; tests/test_lowered_numerics.py runs the same functions",
+    "python scripts/fit_attention.py": "tests/test_estimate.py fits the same",
+    "python scripts/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
     "python scripts/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
