@@ -450,33 +450,6 @@ def test_denied_request_of_a_save_is_a_failed_save(method: str, monkeypatch: pyt
     assert verified_steps(0) == [8]
 
 
-def test_checkpoint_of_a_failed_save_is_deleted_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store does not answer from the moment at which the manifest is stored."""
-    run = wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
-    create, names = ObjectStore.create, ObjectStore.names
-    is_down: list[bool] = []
-
-    def create_then_fail(store: ObjectStore, name: str, content: bytes) -> None:
-        if is_down:
-            raise StorageError("no answer")
-        create(store, name, content)
-        is_down.extend([True] * name.endswith("manifest.json"))
-
-    def names_or_fail(store: ObjectStore, folder: str = "") -> dict[str, bool]:
-        if is_down:
-            raise StorageError("no answer")
-        return names(store, folder)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ObjectStore, "create", create_then_fail)
-        patched.setattr(ObjectStore, "names", names_or_fail)
-        wait_for_saves(run.train(5, 6))
-    assert verified_steps(0) == [4, 6]
-    wait_for_saves(run.train(7, 8))
-    assert verified_steps(0) == [8]
-    assert storage().names() == [storage().folder_of(8)]
-
-
 class Killed(BaseException):
     """Not caught by anyone."""
 

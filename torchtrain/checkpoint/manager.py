@@ -356,9 +356,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             if later in self._own:
                 if later == step:
                     supersedes = True
-                elif later < step and later not in self.start.found:
-                    # Of a save of this start that failed when the checkpoint was complete, and could not be discarded.
-                    self.storage.delete(later, self._check_lease)
                 else:
                     name = self.storage.set_aside(later, "superseded", self._check_lease)
                     self._log_superseded(later, name)
