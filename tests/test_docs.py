@@ -107,6 +107,7 @@ LISTED = {
     "python scripts/fit_attention.py": "tests/test_estimate.py fits the same",
     "python scripts/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
     "python scripts/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
+    "python scripts/lower.py --matrix --match selective-documents": "minutes; slow tests of tests/test_lowering.py",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --data.path my_texts.jsonl": "run with more options",
