@@ -1,5 +1,7 @@
 """Metrics: metrics.jsonl, the log, TensorBoard, Weights & Biases, stragglers and profiler traces."""
 
+import json
+import logging
 import socket
 import sys
 import time
@@ -18,6 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
+from torchtrain.logging import logger
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.loss_by_source import LossBySource
@@ -56,6 +59,36 @@ def record_steps(folder: str, options: dict[str, Any], start_step: int, steps: i
             recorder.record(step, TokenLoss(torch.tensor(3.0 * step), torch.tensor(2)), torch.tensor(0.5), 1e-3)
             if step == 3:
                 recorder.record_event(step, "bad_step_skip", {"problem": "not finite", "loss": float("nan")})
+
+
+def record_validations(folder: str, steps: list[int]) -> list[str]:
+    """The log of validations after ``steps`` whose losses are 10 minus the step, after a start at step 4."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with recorder_in(folder, start_step=4) as recorder:
+            for step in steps:
+                names = ("loss", "perplexity", "bits_per_byte", "tokens")
+                recorder.record_validation(step, {f"validation_{name}": 10 - step for name in names})
+                (Path(folder) / "metrics.jsonl").write_text("")  # not read again
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [text.rpartition("; the best ")[2] for text in texts if text.startswith("validation after")]
+
+
+def test_best_validation_is_that_of_the_steps_before(gloo: GlooPool, tmp_path: Path) -> None:
+    earlier = [{"step": 2, "validation_loss": 5.5}, {"step": 3, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    (texts,) = gloo.run(1, record_validations, str(tmp_path), [5, 8, 6, 7])  # rolled back from step 8
+    assert texts == ["so far", "so far", "so far", "so far"]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 2, "validation_loss": 2.5}) + "\n")
+    (texts,) = gloo.run(1, record_validations, str(tmp_path), [5, 8, 6])
+    assert texts == ["was 2.5000 after step 2", "so far", "was 2.5000 after step 2"]
 
 
 def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_path: Path) -> None:

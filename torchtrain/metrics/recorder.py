@@ -91,6 +91,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         config, ranks = self.config, dist.get_world_size()
         self.stage_entry = {"stage": self.stage} if self.stage else {}
         self.step_metrics: list[StepMetrics] = []
+        self.validations: list[dict[str, Any]] | None = None  # steps and results so far; read at the first validation
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
         self.stragglers: StragglerWatch | None = None
@@ -194,9 +195,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if self.writers is None:
             return
         self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **results})
-        earlier: list[dict[str, Any]] = []
-        with suppress(TorchtrainError):  # the file could not be written
-            earlier = [line for line in read_run(self.folder, lambda _: None).lines if line["step"] != step]
+        if self.validations is None:
+            self.validations = []
+            with suppress(TorchtrainError):  # the file could not be written
+                self.validations = read_run(self.folder, lambda _: None).lines
+        # Those of later steps were undone by a rollback.
+        earlier = [line for line in self.validations if line["step"] < step and not results.keys().isdisjoint(line)]
+        self.validations = [*earlier, {"step": step, **results}]
         rows = format_validation(results, earlier)
         text = f"\n{aligned(rows, terminal_width())}" if len(rows) > 1 else f" {rows[0][1]}"
         logger.info("validation after step %d:%s", step, text)
