@@ -23,6 +23,7 @@ INFRASTRUCTURE = {
     "files.py": "atomic writes, and reads with retries",
     "logging.py": "the logger",
     "pinned_memory.py": "pinned buffers",
+    "progress.py": "progress bars",
     "torch_internals.py": "private names of PyTorch",
     "config/registry.py": "components by name",
     "distributed/connections.py": "gloo connections of many ranks",

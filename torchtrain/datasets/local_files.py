@@ -5,6 +5,7 @@ import fcntl
 import itertools
 import math
 import os
+import sys
 import sysconfig
 import warnings
 from array import array
@@ -44,6 +45,7 @@ from torchtrain.files import (
     with_retries,
 )
 from torchtrain.logging import logger
+from torchtrain.progress import ProgressBar, progress
 
 _CONVERSION = 2  # version of the conversion: increase it if the same files are converted to other documents
 _ROWS = 1000  # number of rows in a batch of a converted copy
@@ -216,12 +218,14 @@ def _convert(
                 yield from documents_of(file, column, lambda location, file=file: count(f"{file}: {location}"))  # type: ignore[misc]
 
     with atomic_write(path, flush=True) as output:
-        with pyarrow.ipc.new_stream(output, schema) as writer:
+        with pyarrow.ipc.new_stream(output, schema) as writer, ProgressBar(f"converting {label}", None) as bar:
             source = texts()
             while rows := list(itertools.islice(source, _ROWS)):
                 # A lone surrogate, which JSON can contain, has no UTF-8 encoding: tokenizers also replace it by "?".
                 encoded = [row if row is None else row.encode("utf-8", "replace") for row in rows]
-                text_bytes += sum(len(row) for row in encoded if row is not None)
+                size = sum(len(row) for row in encoded if row is not None)
+                text_bytes += size
+                bar.update(size)
                 writer.write_batch(pyarrow.record_batch([pyarrow.array(encoded, schema.types[0])], schema))
         if _stats(files) != stats:
             raise DataError(f"{label} changed while it was converted; start again when nothing writes to it")
@@ -302,7 +306,10 @@ def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
 def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
     """Size of each of ``files``, and the hash of all as in ``identity_of``."""
     digest, sizes = xxhash.xxh3_128(), []
-    for path in files:
+    # Of large files, only blocks are read, unless ``whole``.
+    most = sys.maxsize if whole else _WHOLE_BYTES
+    to_read = [min(with_retries(path.stat, path).st_size, most) for path in files]
+    for path in progress(zip(files, to_read, strict=True), "hashing the data", sum(to_read)):
         size, digest = with_retries(partial(_with_file, digest, path, whole), path)
         sizes.append(size)
     return sizes, digest.hexdigest()[:16]

@@ -14,7 +14,6 @@ import math
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import time
 import warnings
@@ -61,6 +60,7 @@ from torchtrain.files import (
     with_retries,
 )
 from torchtrain.logging import logger
+from torchtrain.progress import Stderr
 
 POLL_SECONDS = 10.0  # between listings of the output folder, for the progress of all processes
 
@@ -355,21 +355,6 @@ def _run(
             worker.join()
 
 
-class _Stderr:
-    """stderr, whose errors are suppressed, so that a closed terminal does not end the work."""
-
-    def write(self, text: str) -> None:
-        with suppress(OSError):
-            sys.stderr.write(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            sys.stderr.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(sys.stderr, name)
-
-
 class _Progress:
     """A line with the share of the work that is done, tokens, tokens per second, and the time left.
 
@@ -394,7 +379,7 @@ class _Progress:
             desc=self._output.location,
             bar_format="{desc}: {percentage:3.0f}%|{bar}|{postfix}, {remaining} left",
             dynamic_ncols=True,
-            file=_Stderr(),
+            file=Stderr(),
             disable=not self._is_shown,
         )
         return self

@@ -31,6 +31,7 @@ from torchtrain.logging import logger
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.model_config import build_model_config, to_model_section
 from torchtrain.models.spec import DecoderConfig
+from torchtrain.progress import ProgressBar
 
 
 def convert(
@@ -91,9 +92,15 @@ def convert(
             dtype = getattr(torch, dtype_name)
             tensors = {f"model.{name}": tensor.to(dtype) for name, tensor in source.meta_tensors.items()}
             names = {name: name.removeprefix("model.") for name in tensors}
-            with partial_folder(target) as partial:
+            total = sum(tensor.nbytes for tensor in tensors.values())
+            with partial_folder(target) as partial, ProgressBar(f"writing {target}", total) as bar:
+
+                def value(name: str) -> Tensor:
+                    tensor = finite(source.read(names[name]).to(dtype), names[name])
+                    bar.update(tensor.nbytes)
+                    return tensor
+
                 writer = VerifiedWriter(LocalStagedCheckpoint(target, partial), source.config_toml())
-                value = lambda name: finite(source.read(names[name]).to(dtype), names[name])  # noqa: E731
                 save_tensors(tensors, value, writer, target)
     finally:
         dist.destroy_process_group()

@@ -38,6 +38,7 @@ from torchtrain.files import (
 from torchtrain.logging import logger
 from torchtrain.models.parameters import local_block
 from torchtrain.models.spec import DecoderConfig, spec_of
+from torchtrain.progress import ProgressBar, progress
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 DTYPES = ("F32", "BF16", "F16")  # others are quantized, and need scales
@@ -177,8 +178,10 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
     """Read this rank's shards of ``tensors``, which have any layout and dtype and the names of torchtrain."""
-    for name, tensor in tensors.items():
-        part, spans = local_block(tensor)
+    blocks = {name: local_block(tensor) for name, tensor in tensors.items()}
+    sizes = {name: part.nbytes for name, (part, _) in blocks.items()}
+    for name in progress(sizes.items(), "loading weights", sum(sizes.values())):
+        part, spans = blocks[name]
         if part.numel():
             with _opened(sources[name].path) as opened:
                 part.copy_(opened.get_slice(sources[name].name)[spans])
@@ -235,7 +238,9 @@ def save_hf(
     sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
 
     def value(name: str) -> Tensor:
-        return finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
+        tensor = finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
+        bar.update(tensor.nbytes)
+        return tensor
 
     def complete() -> None:
         try:
@@ -260,6 +265,8 @@ def save_hf(
         partial = broadcast_from_rank0(lambda: stack.enter_context(partial_folder(folder)))
         old = partial_path(folder)
         writer = HuggingFaceStorageWriter(str(partial), files, save_distributed=sharded, enable_consolidation=sharded)
+        own_bytes = sum(local(tensor).nbytes for tensor in cast.values())
+        bar = stack.enter_context(ProgressBar(f"writing {folder}", own_bytes))
         try:
             save_tensors(cast, value, writer, folder)
             broadcast_from_rank0(complete)
