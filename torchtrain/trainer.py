@@ -560,7 +560,8 @@ def validate(
         find_weights(initial)
     check_layout(config, device, dims, model)
     check_optimizer(config.optimizer, parameter_shapes(model), model)
-    check_validation_parts(config, tokenizer)
+    if config.validation.enable:
+        check_validation_parts(config, tokenizer)
     if config.checkpoint.last_save_in_hf:
         check_export(config, model)
 
