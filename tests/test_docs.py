@@ -73,12 +73,8 @@ LISTED = {
     "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "run by .ci/run",
     "pytest -m slow": "takes minutes; run by hand",
     "pytest -m gpu": "needs a GPU",
-    "scripts/make_wheels.sh # with a network: wheels of the missing packages, 5 MB, for Python 3.12": (
-        "needs a package index"
-    ),
-    "scripts/first_hour.sh # on the GPU, with torch, transformers, sentencepiece, tiktoken, tensorboard and pytest": (
-        "needs a GPU; tests/test_first_hour.py has its dry run"
-    ),
+    "scripts/make_wheels.sh": ("needs a package index"),
+    "scripts/first_hour.sh": ("needs a GPU; tests/test_first_hour.py has its dry run"),
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
@@ -111,11 +107,11 @@ LISTED = {
     "python scripts/lower.py --matrix --match selective-documents": "minutes; slow tests of tests/test_lowering.py",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
-    "./run_llama_train.sh --data.path my_texts.jsonl": "run with more options",
+    "./run_llama_train.sh --data.path my_texts.jsonl --job.dump_folder outputs/my_texts": "run with more options",
+    "./run_llama_train.sh --optimizer.name muon --job.dump_folder outputs/muon": "tests/test_muon.py",
     "./run_llama_train.sh --data.name allenai/c4 --data.subset en --job.dump_folder outputs/c4": "needs the network",
     "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag "
     "--limit 100": "needs the network; tests/test_evaluate.py runs it on a local task",
-    "NGPU=2 ./run_llama_train.sh": "run with a dump folder",
     "CONFIG_FILE=train_configs/continue_hf.toml NGPU=2 ./run_llama_train.sh --model.hf_folder Qwen3-0.6B "
     "--checkpoint.initial_load_path Qwen3-0.6B --data.path my_texts.jsonl --job.dump_folder outputs/qwen3": FROM_HF,
     "python -m torchtrain.convert outputs/qwen3 my_qwen3": FROM_HF,
@@ -141,11 +137,10 @@ LISTED = {
     ),
     "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
-    "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --compile.enable --model.tokenizer_path "
+    "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --model.tokenizer_path "
     "tokenizer.model": "needs a GPU",
-    "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2": (
-        "needs 8 GPUs; tests/test_parallelism.py has the layouts"
-    ),
+    "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2 "
+    "--job.dump_folder outputs/eight_ranks": ("needs 8 GPUs; tests/test_parallelism.py has the layouts"),
     "./run_llama_train.sh --data.path s3://my-bucket/prepared --job.dump_folder outputs/s3": "needs a bucket; "
     "tests/test_object_store_data.py reads such data from a local server",
     "./run_llama_train.sh --data.path s3://my-bucket/texts --job.data_cache_folder /local/cache "
