@@ -36,6 +36,7 @@ LAYERS = {
         "devices",
         "labels",
         "pinned_memory",
+        "progress",
         "torch_internals",
     ),
 }

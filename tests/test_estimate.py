@@ -710,7 +710,7 @@ def test_result_is_printed_before_a_full_disk_is_reported(
     ):
         assert command.main([*argv, *options]) == 2
         output = capsys.readouterr()
-        assert "may fit" in output.out or "tokens per second per GPU" in output.out
+        assert "may fit" in output.out or "tokens/s a GPU" in output.out
         assert f"{options[-2][2:]} = '{options[-1]}' could not be written: No space left on device" in output.err
         assert "Traceback" not in output.err
 
