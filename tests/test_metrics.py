@@ -1,7 +1,6 @@
 """Metrics: metrics.jsonl, the log, TensorBoard, Weights & Biases, stragglers and profiler traces."""
 
 import json
-import logging
 import socket
 import sys
 import time
@@ -14,13 +13,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from captured_log import captured_log
 from forked_run import read_metrics
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
-from torchtrain.logging import logger
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.loss_by_source import LossBySource
@@ -63,21 +62,11 @@ def record_steps(folder: str, options: dict[str, Any], start_step: int, steps: i
 
 def record_validations(folder: str, steps: list[int]) -> list[str]:
     """The log of validations after ``steps`` whose losses are 10 minus the step, after a start at step 4."""
-    texts: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
-        with recorder_in(folder, start_step=4) as recorder:
-            for step in steps:
-                names = ("loss", "perplexity", "bits_per_byte", "tokens")
-                recorder.record_validation(step, {f"validation_{name}": 10 - step for name in names})
-                (Path(folder) / "metrics.jsonl").write_text("")  # not read again
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
+    with captured_log() as texts, recorder_in(folder, start_step=4) as recorder:
+        for step in steps:
+            names = ("loss", "perplexity", "bits_per_byte", "tokens")
+            recorder.record_validation(step, {f"validation_{name}": 10 - step for name in names})
+            (Path(folder) / "metrics.jsonl").write_text("")  # not read again
     return [text.rpartition("; the best ")[2] for text in texts if text.startswith("validation after")]
 
 

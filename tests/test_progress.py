@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from captured_log import captured_log
 from safetensors.torch import save_file
 
 from torchtrain import progress
@@ -26,15 +27,8 @@ def shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lines(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(progress, "terminal_width", lambda: None)
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    level = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    yield messages
-    logger.removeHandler(handler)
-    logger.setLevel(level)
+    with captured_log() as messages:
+        yield messages
 
 
 def test_log_has_a_line_for_each_part_and_no_bar(lines: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +69,7 @@ def test_hashing_and_loading_count_the_bytes_that_are_read(tmp_path: Path, lines
         (tmp_path / name).write_bytes(b"x" * size)
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     identity_of(files, verify_bytes=0)  # of files above 1 MiB, only parts are read
-    assert lines[-1].startswith("hashing the data: 100% of 2.10MB")
+    assert lines[-1].startswith("hashing the data: 100% of 1.25MB")
     identity_of(files, whole=True)
     assert lines[-1].startswith("hashing the data: 100% of 4.19MB")
     expected = {name: torch.randn(500, 500) for name in ("a", "b")}

@@ -5,7 +5,6 @@ import fcntl
 import itertools
 import math
 import os
-import sys
 import sysconfig
 import warnings
 from array import array
@@ -306,9 +305,8 @@ def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
 def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
     """Size of each of ``files``, and the hash of all as in ``identity_of``."""
     digest, sizes = xxhash.xxh3_128(), []
-    # Of large files, only blocks are read, unless ``whole``.
-    most = sys.maxsize if whole else _WHOLE_BYTES
-    to_read = [min(with_retries(path.stat, path).st_size, most) for path in files]
+    on_disk = [with_retries(path.stat, path).st_size for path in files]
+    to_read = [size if whole or size <= _WHOLE_BYTES else 3 * _BLOCK_BYTES for size in on_disk]
     for path in progress(zip(files, to_read, strict=True), "hashing the data", sum(to_read)):
         size, digest = with_retries(partial(_with_file, digest, path, whole), path)
         sizes.append(size)
