@@ -30,7 +30,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.spec import flops_per_token
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.planning import search, summary
+from torchtrain.planning import estimate_pool, search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
@@ -746,7 +746,8 @@ def test_ctrl_c_ends_a_search_with_the_best_so_far(
         return found(*arguments)
 
     expected = simulations
-    monkeypatch.setattr(search, "estimate", interrupted)
+    monkeypatch.setattr(search, "cores_of_process", lambda: 1)
+    monkeypatch.setattr(estimate_pool, "estimate", interrupted)
     output = ["--estimate.output", str(tmp_path / "best.toml"), "--estimate.search_seconds", "1000"]
     assert command.main([*OPTIONS, *output, "--estimate.world_size", "4", "--estimate.search"]) == 130
     out, log = capsys.readouterr()
@@ -771,9 +772,10 @@ def test_search_seconds_limit_the_search(monkeypatch: pytest.MonkeyPatch) -> Non
         simulated.append(layout)
         return result
 
-    monkeypatch.setattr(search, "estimate", simulate)
+    monkeypatch.setattr(search, "cores_of_process", lambda: 1)
     monkeypatch.setattr(search, "stage_forwards", lambda *_: 1)
-    monkeypatch.setattr(search.time, "process_time", lambda: 10 * len(simulated))
+    monkeypatch.setattr(estimate_pool, "estimate", simulate)
+    monkeypatch.setattr(estimate_pool.time, "process_time", lambda: 10 * len(simulated))
     for limit, number in ((45.0, 4), (25.0, 2)):
         simulated.clear()
         search.search(with_estimate(config, search_seconds=limit), lambda: None)

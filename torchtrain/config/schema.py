@@ -916,7 +916,8 @@ class EstimateConfig(Section, name="estimate"):
     search: bool = False
     """Search for the layout that fits in memory with the highest throughput. Ctrl-C ends it with the best so far."""
     search_seconds: NotNegative = 0.0
-    """CPU time of a search, in seconds: with more, it simulates more layouts. 0: 80 for up to 64 GPUs, 400 beyond."""
+    """CPU time of a search on each core, in seconds: with more, it simulates more layouts. 0: 80 for up to 64 GPUs, 400
+    beyond."""
     output: LocalPath = ""
     """TOML file for the best layout of a search, to pass to the trainer. Empty: layout.toml in job.dump_folder."""
     json: bool = False

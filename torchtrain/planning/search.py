@@ -1,8 +1,8 @@
 """Search for the fastest layout of a training run that fits in memory."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -10,22 +10,26 @@ from typing import Literal
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
+from torchtrain.environment import cores_of_process
 from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.models.spec import DecoderConfig, flops_per_token, matrix_shapes
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_global_batch_size
+from torchtrain.planning.estimate_pool import EstimatePool
 from torchtrain.planning.hardware import GIB, Efficiency, Gpu
 from torchtrain.planning.report import format_layout, format_ranking
 from torchtrain.planning.representative_ranks import representative_pipeline_ranks
 from torchtrain.planning.request import resolve_and_validate, resolve_gpu, resolve_model_config, resolve_world_size
-from torchtrain.planning.summary import MAX_MICROBATCHES, estimate
+from torchtrain.planning.summary import MAX_MICROBATCHES, Estimate
 
 LAYOUTS_SHOWN = 10
 # The analytic estimate of memory is rough: layouts up to this factor above the GPU's memory are simulated.
 MEMORY_TOLERANCE = 1.15
-CPU_SECONDS = 80  # default of estimate.search_seconds up to 64 GPUs; five times as much beyond
+CPU_SECONDS = 80  # of each core: default of estimate.search_seconds up to 64 GPUs; five times as much beyond
+MAX_PROCESSES = 16  # of 0.6 GB of memory each
 LOCAL_BATCHES = (1, 2, 4, 8, 16)
+INTERRUPTED = "because of Ctrl-C"
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 SCHEDULES: tuple[Literal["1F1B", "Interleaved1F1B"], ...] = ("1F1B", "Interleaved1F1B")
 RESHARD: tuple[Literal["default", "never"], ...] = ("default", "never")
@@ -42,8 +46,8 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     """Simulate the most promising layouts of ``config``, and rank those that fit by tokens per second.
 
     The candidates are sorted by ``analytic_estimate``. The layout of ``config`` itself is simulated first, so the
-    result is not slower than it. A log line shows each of them and the best so far. After Ctrl-C the result is that of
-    the layouts so far, if one of them fits.
+    result is not slower than it; then the best candidates, on all cores. A log line shows each of them and the best so
+    far. After Ctrl-C the result is that of the layouts so far, if one of them fits.
 
     Args:
         config: the run to search a layout for; it keeps its global batch size.
@@ -68,30 +72,28 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     before_work()
     candidates.sort(key=lambda candidate: candidate[:2])
     promising = [layout for _, memory_gib, layout in candidates if memory_gib <= gpu.memory_gib * MEMORY_TOLERANCE]
-    simulated, work, began = [], 0, time.process_time()
-    budget = config.estimate.search_seconds or (CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS)
     layouts = given + [layout for layout in promising if layout not in given]
-    fastest, is_complete = 0.0, True
+    budget = config.estimate.search_seconds or (CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS)
+    simulated: dict[int, tuple[JobConfig, Estimate]] = {}
+    fastest, cpu_seconds, why = 0.0, 0.0, "for lack of time (estimate.search_seconds)"
     try:
-        for number, layout in enumerate(layouts, 1):
-            spent, more = time.process_time() - began, stage_forwards(layout, model_config)
-            # Skip layouts whose simulation would exceed the budget, such as pipelines with many microbatches.
-            if work and spent + spent / work * more > budget:
-                continue
-            result = replace(estimate(layout, model_config, gpu), records=())  # records are large
-            simulated.append((layout, result))
-            work += more
-            fastest = max(fastest, result.tokens_per_second_per_gpu if result.fits else 0.0)
-            logger.info(
-                "layout %d of %d: %s; %s",
-                *(number, len(layouts), format_layout(layout, result)),
-                f"the best so far {fastest:,.0f} tokens/s" if fastest else "none fits so far",
-            )
+        with closing(estimates_within(budget, layouts, model_config, gpu)) as estimates:
+            for number, result, seconds in estimates:
+                simulated[number] = layouts[number], result
+                cpu_seconds += seconds
+                fastest = max(fastest, result.tokens_per_second_per_gpu if result.fits else 0.0)
+                logger.info(
+                    "layout %d of %d: %s; %s",
+                    *(number + 1, len(layouts), format_layout(layouts[number], result)),
+                    f"the best so far {fastest:,.0f} tokens/s" if fastest else "none fits so far",
+                )
     except KeyboardInterrupt:
         if not fastest:
             raise
-        is_complete = False
-    fitting = [(layout, result) for layout, result in simulated if result.fits]
+        why = INTERRUPTED
+    except BrokenProcessPool:
+        why = "because a process of the search was killed, perhaps for lack of memory"
+    fitting = [(layout, result) for _, (layout, result) in sorted(simulated.items()) if result.fits]
     best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:LAYOUTS_SHOWN]
     if not best:
         raise ConfigError(
@@ -99,13 +101,42 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
             f"{gpu.memory_gib} GiB; use more GPUs, or set training.enable_cpu_offload = true"
         )
     skipped = len(layouts) - len(simulated)
-    why = "for lack of time (estimate.search_seconds)" if is_complete else "because of Ctrl-C"
     head = (
         f"{len(candidates)} layouts, of which {len(promising)} may fit; {len(simulated)} simulated in "
-        f"{time.process_time() - began:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
+        f"{cpu_seconds:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
     )
     own = replace(best[0][0], estimate=JobConfig().estimate)
-    return SearchResult(f"{head}\n{format_ranking(best)}", own, is_complete)
+    return SearchResult(f"{head}\n{format_ranking(best)}", own, is_complete=why is not INTERRUPTED)
+
+
+def estimates_within(
+    budget: float, layouts: Sequence[JobConfig], model_config: DecoderConfig, gpu: Gpu
+) -> Generator[tuple[int, Estimate, float], None, None]:
+    """Estimate ``layouts`` on all cores, but for those that would exceed ``budget``, in CPU seconds of each core.
+
+    The first one is estimated alone, and whatever the budget. Those that are skipped are the expensive ones, such as
+    pipelines with many microbatches: their time is predicted from that of the others.
+
+    Yields:
+        In the order in which they are ready: the index of a layout, its estimate, and the CPU seconds that it took.
+    """
+    works = [stage_forwards(layout, model_config) for layout in layouts]
+    processes = min(cores_of_process(), MAX_PROCESSES, len(layouts))
+    waiting = list(range(len(layouts)))
+    done, spent, taken = 0, 0.0, works[0]  # ``taken`` contains what is under way
+    with EstimatePool(model_config, gpu, processes) as pool:
+        pool.submit(waiting.pop(0), layouts[0])
+        while ready := pool.wait():
+            for number, result, seconds in ready:
+                done, spent = done + works[number], spent + seconds
+                yield number, result, seconds
+            for number in waiting.copy():
+                if pool.is_full:
+                    break
+                if spent / done * (taken + works[number]) <= budget * processes:
+                    pool.submit(number, layouts[number])
+                    waiting.remove(number)
+                    taken += works[number]
 
 
 def candidate_layouts(config: JobConfig, model_config: DecoderConfig) -> Iterator[JobConfig]:

@@ -1,0 +1,90 @@
+"""A search of torchtrain.estimate on several cores, each layout in a process of its own."""
+
+import logging
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from torchtrain.config.parse import parse
+from torchtrain.logging import logger
+from torchtrain.planning import search
+
+OPTIONS = ["--job.config_file", "train_configs/debug_model.toml", "--training.seq_len", "64"]
+OPTIONS += ["--model.shape.n_layers", "2", "--training.local_batch_size", "4", "--training.global_batch_size", "8"]
+OPTIONS += ["--estimate.world_size", "2", "--estimate.search", "--estimate.search_seconds", "1000"]
+
+
+def searched(monkeypatch: pytest.MonkeyPatch, cores: int, after: Callable[[int], None]) -> search.SearchResult:
+    """Search among some small layouts; ``after`` is called after each log line, with the number of lines before."""
+    for name, value in (("LOCAL_BATCHES", (1, 2)), ("MODES", ("none", "full")), ("cores_of_process", lambda: cores)):
+        monkeypatch.setattr(search, name, value)
+    counter = count()
+    handler = logging.Handler()
+    handler.emit = lambda _: after(next(counter))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        return search.search(parse(OPTIONS), lambda: None)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        assert multiprocessing.active_children() == []
+
+
+def test_search_on_two_cores_finds_what_it_finds_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = []
+    two = searched(monkeypatch, 2, lambda _: processes.append(len(multiprocessing.active_children())))
+    assert max(processes) == 2
+    assert processes[0] == 0  # the first layout may be the only one
+    one = searched(monkeypatch, 1, lambda _: None)
+    assert len(processes) > 6
+    seconds = r"\d+ s of CPU time"
+    assert re.sub(seconds, "", two.table) == re.sub(seconds, "", one.table)
+    assert (two.best, two.is_complete) == (one.best, one.is_complete) == (one.best, True)
+
+
+def test_search_ends_with_the_best_so_far_if_one_of_its_processes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(number: int) -> None:
+        if number == 1:
+            multiprocessing.active_children()[0].kill()
+
+    found = searched(monkeypatch, 2, kill)
+    assert "skipped because a process of the search was killed, perhaps for lack of memory" in found.table
+    assert found.is_complete
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_ends_a_search_with_one_message(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to all processes of the search, whatever they do at that moment."""
+    command = [sys.executable, "-m", "torchtrain.estimate", *OPTIONS, "--estimate.output", str(tmp_path / "best.toml")]
+    # A background process of a shell script ignores SIGINT, and its children inherit that.
+    begin = (
+        "import signal, os, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    for lines in (1, 3):  # while the processes start, and while they estimate
+        with subprocess.Popen(
+            [sys.executable, "-c", begin, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            assert process.stderr is not None
+            assert process.stdout is not None
+            log = [process.stderr.readline() for _ in range(lines)]
+            os.killpg(process.pid, signal.SIGINT)
+            table, rest = process.stdout.read(), process.stderr.read()
+        assert process.returncode == 130, rest
+        assert all(re.match(r"\S+ layout \d+ of \d+: ", line) for line in [*log, *rest.splitlines()])
+        assert "skipped because of Ctrl-C\n" in table
+        assert parse(["--job.config_file", str(tmp_path / "best.toml")])
