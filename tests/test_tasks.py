@@ -101,6 +101,19 @@ def test_scores_on_four_ranks_are_those_of_evaluate(tmp_path: Path, dimension: s
         assert scores_of(last, prefix) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
+def test_scores_of_a_compiled_model_are_those_of_evaluate(tmp_path: Path) -> None:
+    """Texts of other lengths than training.seq_len, in another number of rows than a microbatch."""
+    options = ["--compile.enable", "--training.local_batch_size", "1"]
+    tasks = prepare(tmp_path)
+    lines = train(tmp_path / "run", tmp_path, 1, *tasks, *options)
+    (last,) = (line for line in lines if "validation_loss" in line and line["step"] == 4)
+    for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
+        expected = scores_of_evaluate(tmp_path / "run", weights, prefix, tmp_path)
+        assert len(expected) == 4
+        assert scores_of(last, prefix) == pytest.approx(expected, rel=1e-6)
+
+
 def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tasks(tmp_path)
     found = run_command(
