@@ -95,6 +95,35 @@ def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ranks_alone_report_a_signal_to_the_job(number: signal.Signals, code: int) -> None:
+    rank = (
+        "import signal, sys; stop = lambda *_: sys.exit('stopped as requested')\n"
+        "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop); print('ready', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    # A background process of a shell script ignores SIGINT, and its children inherit that.
+    begin = (
+        "import os, signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-m", *LAUNCH, "2", sys.executable, "-c", rank]
+    with subprocess.Popen(
+        [sys.executable, "-c", begin, *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert errors.splitlines() == ["stopped as requested"] * 2
+
+
 def interrupt_rendezvous() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started the tests in the background
 

@@ -38,7 +38,9 @@ def main(argv: Sequence[str]) -> int:
 
     # The ranks inherit this until they install their handler. A SIGUSR1 that arrives before is lost, but not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").addFilter(_is_a_failure)
+    hide = HideExplained()
+    for name in ("agent.server.api", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(hide)
     arguments = parse_args(argv)  # type: ignore[no-untyped-call]
     try:
         most = parse_min_max_nnodes(arguments.nnodes)[1]
@@ -82,10 +84,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _is_a_failure(record: logging.LogRecord) -> bool:
-    """Return False for the message that a rank has exited with a code that the rank itself has explained."""
-    code = re.search(r"\(exitcode: (\d+)\)", record.getMessage())
-    return code is None or int(code[1]) not in SHARED_ENDINGS
+class HideExplained(logging.Filter):
+    """Hides torchrun's messages about what the ranks explain themselves: their exit codes, and a signal to the job."""
+
+    is_stopping = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        code = re.search(r"\(exitcode: (\d+)\)", message)
+        if code is not None:
+            return int(code[1]) not in SHARED_ENDINGS
+        if "death signal" in message:
+            self.is_stopping = True  # and forwards the signal to each rank
+            return False
+        return not (self.is_stopping and "closing signal" in message)
 
 
 def terminate_remaining_ranks(number: int) -> None:
