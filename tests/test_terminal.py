@@ -1,6 +1,7 @@
 """What a run shows in a terminal of 80 and of 120 columns, and in a log file."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -248,6 +249,17 @@ def test_results_of_a_validation_name_the_best() -> None:
     assert format_validation(results, lines) == [("", f"{text}; the best so far"), scores]
     better = {"step": 1500, "validation_loss": 2.25}
     assert format_validation(results, [*lines, better])[0][1] == f"{text}; the best was 2.2500 after step 1,500"
+    for loss in (math.nan, math.inf):  # earlier ones of this process are not read from the file
+        diverged = {"step": 1, "validation_loss": loss}
+        assert format_validation(results, [diverged, better])[0][1].endswith("the best was 2.2500 after step 1,500")
+        assert format_validation(results, [diverged]) == format_validation(results, [])
+    own = {"validation_loss_on_math": 1.5, "validation_tokens_per_second": 1e4}  # of a part that a user has added
+    others = ("others", "loss on math 1.5, tokens per second 1e+04")
+    assert format_validation({**results, **own}, [*lines, own | {"step": 3}]) == [
+        ("", f"{text}; the best so far"),
+        scores,
+        others,
+    ]
 
 
 def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:

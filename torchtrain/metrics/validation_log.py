@@ -7,7 +7,8 @@ from typing import Any
 
 from torchtrain.config.tokens import format_tokens
 
-RESULT = re.compile(r"validation_(ema_)?(loss|perplexity|bits_per_byte|tokens)(?:_(.+))?")
+KINDS = ("loss", "perplexity", "bits_per_byte", "tokens")
+RESULT = re.compile(rf"validation_(ema_)?({'|'.join(KINDS)})(?:_(.+))?")
 SCORE = re.compile(r"validation_(ema_)?task_(.+)")
 
 
@@ -21,7 +22,7 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
     of_source: dict[tuple[str, str], dict[str, float]] = {}
     scores, others = [], []
     for name, value in results.items():
-        if match := RESULT.fullmatch(name):
+        if (match := RESULT.fullmatch(name)) and _has_all_kinds(match, results):
             of_source.setdefault((match[1] or "", match[3] or ""), {})[match[2]] = value
         elif match := SCORE.fullmatch(name):
             scores.append(f"{match[1] or ''}{match[2]}".replace("_", " ") + f" {value:.4g}")
@@ -30,8 +31,9 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
     earlier: dict[str, list[tuple[float, int]]] = {}
     for line in lines:
         for name in line.keys() & results.keys():
-            if line[name] is not None and RESULT.fullmatch(name):
-                earlier.setdefault(name, []).append((line[name], line["step"]))
+            value = line[name]  # in the file, None if it was not finite
+            if RESULT.fullmatch(name) and isinstance(value, int | float) and math.isfinite(value):
+                earlier.setdefault(name, []).append((value, line["step"]))
     has_sources = any(source for _, source in of_source)
     has_averages = any(ema for ema, _ in of_source)
     rows = []
@@ -46,6 +48,12 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
     if others:
         rows.append(("others", ", ".join(others)))
     return rows
+
+
+def _has_all_kinds(match: re.Match[str], results: Mapping[str, Any]) -> bool:
+    """Whether ``match`` is a result of a source; a part of a user may return one such as validation_tokens_left."""
+    suffix = f"_{match[3]}" if match[3] else ""
+    return all(f"validation_{match[1] or ''}{kind}{suffix}" in results for kind in KINDS)
 
 
 def _loss_text(values: Mapping[str, float], earlier: list[tuple[float, int]]) -> str:
