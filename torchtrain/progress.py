@@ -44,6 +44,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         amount = "{percentage:.0f}% of {total_fmt}B" if total else "{n_fmt}B"
         left = ", {remaining} left" if total else ""
         bar = "|{bar}|" if self._has_terminal and total else ""
+        what = what.replace("{", "{{").replace("}", "}}")  # the name of a file may have braces
         super().__init__(
             total=total,
             bar_format=f"{what}: {amount}{bar}, {{rate_fmt}}{left}",
