@@ -87,3 +87,23 @@ def test_all_collectives_of_a_block_become_fusible_without_a_change_of_results(
         for a, b, reference in zip(ours, plain, eager, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
             torch.testing.assert_close(a, reference, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("numbers", [(), (2.0,)])
+def test_sum_of_products_is_merged_unless_a_number_is_added(numbers: tuple[float, ...]) -> None:
+    from torchtrain.parallelisms.async_tensor_parallel import ADD, MM, RESHAPE, insert, merge_sum_of_products
+
+    torch.manual_seed(0)
+    inputs = [torch.randn(6, 4), torch.randn(4, 5), torch.randn(6, 3), torch.randn(3, 5)]
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"input_{i}") for i in range(4)]
+    for node, tensor in zip(nodes, inputs, strict=True):
+        node.meta["val"] = tensor
+    total, other = (insert(graph, RESHAPE, insert(graph, MM, *pair), [2, 3, 5]) for pair in (nodes[:2], nodes[2:]))
+    for summand in (*numbers, other):
+        total = insert(graph, ADD, total, summand)
+    graph.output(total)
+    merge_sum_of_products(total)
+    assert [node.target for node in graph.nodes].count(MM) == 1 + len(numbers)
+    expected = (inputs[0] @ inputs[1] + inputs[2] @ inputs[3]).view(2, 3, 5) + sum(numbers)
+    torch.testing.assert_close(fx.GraphModule(torch.nn.Module(), graph)(*inputs), expected)

@@ -77,22 +77,25 @@ def merge_views_of_gathered(wait: fx.Node) -> None:
                     user.replace_input_with(product, same)
 
 
+def operands_of(node: fx.Node) -> list[fx.Node]:
+    """The operands of a sum of two tensors; empty if ``node`` is something else, such as a tensor plus a number."""
+    operands = [argument for argument in node.args if isinstance(argument, fx.Node)]
+    return operands if node.target is ADD and not node.kwargs and len(operands) == 2 else []
+
+
 def summands(node: fx.Node) -> list[fx.Node]:
     """The operands of a sum of two or more tensors, whose partial sums have no other use; otherwise ``node``."""
-    if node.target is not ADD or node.kwargs or len(node.users) > 1:
-        return [node]
-    return [operand for argument in node.args if isinstance(argument, fx.Node) for operand in summands(argument)]
+    operands = operands_of(node) if len(node.users) == 1 else []
+    return [summand for operand in operands for summand in summands(operand)] or [node]
 
 
 def merge_sum_of_products(total: fx.Node) -> None:
     """Replace ``total`` by one product if it is a sum of products (rows @ matrix), each viewed with its shape."""
-    if total.target is not ADD or total.kwargs:
-        return
-    operands = [operand for argument in total.args if isinstance(argument, fx.Node) for operand in summands(argument)]
-    shape, graph = value(total).shape, total.graph
+    operands = [summand for operand in operands_of(total) for summand in summands(operand)]
     products: list[Any] = [operand.args[0] for operand in operands if operand.target is RESHAPE]
     if len(products) < 2 or len(products) != len(operands):
         return
+    shape, graph = value(total).shape, total.graph
     if any(product.target is not MM or len(product.users) > 1 for product in products):
         return
     if any(value(operand).shape != shape or len(operand.users) > 1 for operand in operands):
