@@ -7,13 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from torchtrain.config.parse import parse
+from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.planning import search
 
@@ -60,6 +63,18 @@ def test_search_ends_with_the_best_so_far_if_one_of_its_processes_is_killed(monk
     found = searched(monkeypatch, 2, kill)
     assert "skipped because a process of the search was killed, perhaps for lack of memory" in found.table
     assert found.is_complete
+
+
+def test_error_of_a_search_that_ended_early_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimates(*_: object) -> Iterator[tuple[int, SimpleNamespace, float]]:
+        yield 0, SimpleNamespace(fits=False), 1.0
+        raise BrokenProcessPool
+
+    monkeypatch.setattr(search, "estimates_within", estimates)
+    monkeypatch.setattr(search, "format_layout", lambda *_: "")
+    early = r"none of the 1 most promising of \d+ .*; \d+ others were skipped because a process of"
+    with pytest.raises(ConfigError, match=early):
+        search.search(parse(OPTIONS), lambda: None)
 
 
 @pytest.mark.slow

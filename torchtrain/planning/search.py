@@ -95,12 +95,13 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
         why = "because a process of the search was killed, perhaps for lack of memory"
     fitting = [(layout, result) for _, (layout, result) in sorted(simulated.items()) if result.fits]
     best = sorted(fitting, key=lambda pair: -pair[1].tokens_per_second_per_gpu)[:LAYOUTS_SHOWN]
+    skipped = len(layouts) - len(simulated)
     if not best:
+        more = f"; {skipped} others were skipped {why}" if skipped else ""
         raise ConfigError(
             f"none of the {len(simulated)} most promising of {len(candidates)} layouts on {world_size} GPUs fits in "
-            f"{gpu.memory_gib} GiB; use more GPUs, or set training.enable_cpu_offload = true"
+            f"{gpu.memory_gib} GiB{more}; use more GPUs, or set training.enable_cpu_offload = true"
         )
-    skipped = len(layouts) - len(simulated)
     head = (
         f"{len(candidates)} layouts, of which {len(promising)} may fit; {len(simulated)} simulated in "
         f"{cpu_seconds:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
