@@ -1,13 +1,12 @@
 """Microsoft's emulator of Azure Blob Storage (Azurite) on this machine: ``npm install --global azurite``."""
 
 import shutil
-import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
 from forkserver import free_port
+from local_server import wait_until_it_listens
 
 # The account and the key of every Azurite, from its documentation.
 ACCOUNT = "devstoreaccount1"
@@ -33,15 +32,7 @@ class AzureServer:
         url = f"http://127.0.0.1:{port}/{ACCOUNT}"
         self.connection = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={url};"
         self.environment = {"AZURE_STORAGE_CONNECTION_STRING": self.connection}
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline, self.log.read_text()
-                assert self.process.poll() is None, self.log.read_text()
-                time.sleep(0.1)
+        wait_until_it_listens(self.process, port, self.log)
 
     def client(self) -> Any:
         from azure.storage.blob import BlobServiceClient

@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import socket
 import subprocess
-import time
 from typing import Any
 from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from forkserver import free_port
+from local_server import wait_until_it_listens
 
 
 def fake_gcs_server() -> str | None:
@@ -31,15 +30,7 @@ class GCSServer:
         )
         # Without the second variable, gcsfs asks an API that the emulator does not have for the kind of each bucket.
         self.environment = {"STORAGE_EMULATOR_HOST": self.url, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                return
-            except OSError:
-                assert time.monotonic() < deadline
-                assert self.process.poll() is None
-                time.sleep(0.1)
+        wait_until_it_listens(self.process, port)
 
     def _request(self, path: str, content: bytes | None = None, kind: str = "application/json") -> bytes:
         with urlopen(Request(f"{self.url}{path}", content, {"Content-Type": kind}), timeout=60) as response:
