@@ -226,14 +226,53 @@ def test_full_checkpointing_recomputes_the_blocks() -> None:
     assert flops(plain, "recompute") == 0
 
 
+def fsdp_calls(record: RankRecord, name: str) -> list[Operation]:
+    """FSDP's collectives called ``name`` in the last step, in the order of the calls."""
+    return [o for o in record.recorder.steps[-1].operations if o.fsdp and o.name == name]
+
+
 def test_fsdp_traffic_of_a_step() -> None:
     record = simulated(4)
-    gathers, reductions = traffic(record, "shard")["allgather_base"], traffic(record, "shard")["reduce_scatter_base"]
-    blocks = SHAPE.n_layers
-    # One all-gather for each block and the root in forward; again for all but the last block and the root in backward.
-    assert gathers[0] == (blocks + 1) + (blocks - 1)
-    assert reductions[0] == blocks + 1
-    assert reductions[1] == 4 * record.parameter_bytes  # in float32, on four ranks
+    embedding = 4 * SHAPE.vocab_size * SHAPE.dim  # bytes in float32
+    output = embedding + 4 * SHAPE.dim  # with the final norm
+    first, last = [(4 * record.parameter_bytes - embedding - output) // SHAPE.n_layers] * SHAPE.n_layers
+    # Each group once in forward, and again in backward the blocks but the last.
+    assert [o.bytes for o in fsdp_calls(record, "allgather_base")] == [embedding, first, last, output, first]
+    # The gradients of the output layer are reduced before the backward of the blocks, not at the end.
+    assert [o.bytes for o in fsdp_calls(record, "reduce_scatter_base")] == [output, last, first, embedding]
+
+
+@pytest.mark.parametrize("chunk_tokens", [0, 8])
+@pytest.mark.parametrize(
+    ("ranks", "gathers", "parallelism"),
+    [
+        (2, 2, {}),
+        (2, 2, {"fsdp_reshard_after_forward": "always"}),
+        (2, 2, {"fsdp_reshard_after_forward": "never", "fsdp_gradient_accumulation": "unsharded"}),
+        (4, 2, {"tensor_parallel_degree": 2}),
+        (4, 2, {"pipeline_parallel_degree": 2}),  # the microbatches of a run of the schedule share one
+    ],
+    ids=str,
+)
+def test_output_layer_is_gathered_once_per_microbatch(
+    ranks: int, gathers: int, parallelism: dict[str, Any], chunk_tokens: int
+) -> None:
+    """For any number of calls by the loss, which is in chunks or not."""
+    training = {"loss_chunk_tokens": chunk_tokens, "global_batch_size": 8}
+    record = simulated(ranks, rank=ranks - 1, training=training, parallelism=parallelism)
+    modules = Counter(o.module for o in fsdp_calls(record, "allgather_base"))
+    assert modules["norm"] == gathers
+    assert "output" not in modules
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tied_output_layer_is_gathered_with_the_embedding(ranks: int) -> None:
+    tied = replace(SHAPE, tied_embeddings=True)
+    parallelism = {"pipeline_parallel_degree": ranks // 2}
+    record = simulated(ranks, rank=ranks - 1, shape=tied, parallelism=parallelism)
+    root = 4 * (tied.vocab_size * tied.dim + tied.dim)  # with the final norm
+    assert [o.bytes for o in fsdp_calls(record, "allgather_base")].count(root) == 1
+    assert "norm" not in {o.module for o in fsdp_calls(record, "allgather_base")}
 
 
 def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:

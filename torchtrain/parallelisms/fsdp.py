@@ -1,8 +1,10 @@
 """Fully sharded data parallelism (FSDP2) and hybrid sharding (HSDP), with per-parameter sharding."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
@@ -13,7 +15,7 @@ from torchtrain.models.spec import Decoder
 def apply_fsdp(
     model: Decoder, reducer: GradientReducer, training: TrainingConfig, parallelism: ParallelismConfig
 ) -> None:
-    """Apply ``fully_shard`` to each block and then to the root, over ``reducer.mesh``.
+    """Apply ``fully_shard`` to each block, to the output layer, and then to the root, over ``reducer.mesh``.
 
     That mesh is 1-D (shard), or 2-D (replicate, shard) for HSDP.
     """
@@ -33,7 +35,9 @@ def apply_fsdp(
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
         reshard = {"always": True, "never": False, "default": by_default}
         shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
-    shard(model, reshard_after_forward=parallelism.fsdp_reshard_after_forward == "always")
+    own_group = shard_output_layer(model, shard) if reducer.by_block else set()
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    shard(model, reshard_after_forward=always, ignored_params=own_group)
     for module in fsdp_modules(model):
         # Sum, not mean: each rank's loss is already divided by the tokens of the global batch. Without the second call,
         # NCCL would multiply every summand by a factor of 1, and gloo would fail, because it only supports plain sums.
@@ -45,8 +49,26 @@ def apply_fsdp(
             module.set_custom_reduce_scatter(reduce_scatter)
 
 
+def shard_output_layer(model: Decoder, shard: Callable[..., object]) -> set[nn.Parameter]:
+    """Apply ``shard``, a partial ``fully_shard``, to the final norm and the output layer: they become one group.
+
+    It is gathered while the last block computes, and its gradients are reduced while the backward of the blocks runs.
+    Tied embeddings stay in the group of the root, because a parameter can only be in one group. Returns the parameters
+    of the output layer, which the root must ignore.
+    """
+    if model.norm is None or model.output is None or model.config.tied_embeddings:
+        return set()
+    # FSDP's hooks must run once per microbatch, but the loss calls the output layer for each of its chunks. So only the
+    # norm has hooks, and the output layer is its child while ``fully_shard`` collects the parameters of the group. The
+    # loss uses them after the forward of the norm, and so they must not be resharded then.
+    model.norm.add_module("output", model.output)
+    shard(model.norm, reshard_after_forward=False)
+    del model.norm.output
+    return set(model.output.parameters())
+
+
 def fsdp_modules(model: Decoder) -> list[FSDPModule]:
-    """The modules that ``fully_shard`` was applied to: the root, then its blocks."""
+    """The modules that ``fully_shard`` was applied to, in forward order after the root."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
