@@ -7,7 +7,7 @@ Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A
 differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,
 whether the loop kept the float32 logits until the end of the step, whether the loss was compiled, and whether the
 allocator used expandable segments. All runs applied RoPE with complex numbers, predate PyTorch's fused kernel for
-RMSNorm, and used FlashAttention 2.
+RMSNorm, used FlashAttention 2, and had the output layer in the FSDP group of the root (until torchtitan #1094).
 """
 
 import argparse
@@ -25,7 +25,7 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.models.llama import model
 from torchtrain.models.loss import OutputLoss, output_loss
 from torchtrain.models.model_config import build_model_config
-from torchtrain.parallelisms import activation_checkpoint
+from torchtrain.parallelisms import activation_checkpoint, fsdp
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import simulation
 from torchtrain.planning.allocator import peak_reserved
@@ -132,6 +132,7 @@ def their_policies(row: Row) -> Iterator[None]:
         stack.enter_context(patch.object(activation_checkpoint, "saved_linear_layers", lambda _: row.kept))
         stack.enter_context(patch.object(model, "apply_rope", complex_rope))
         stack.enter_context(patch.object(simulation, "fused_rms_norm", nullcontext))
+        stack.enter_context(patch.object(fsdp, "shard_output_layer", lambda *_: set()))
         # Each of their chunks adds a gradient of the output matrix.
         stack.enter_context(patch.object(OutputLoss, "keeps_logits_grad", lambda *_: False))
         if row.holds_logits:

@@ -207,9 +207,9 @@ def _fsdp_groups(parallelism: dict[str, Any]) -> int:
     ("ranks", "reshard", "groups"),
     [
         (1, "default", 1),
-        (1, "always", 1 + TINY.n_layers),
-        (1, "never", 1 + TINY.n_layers),
-        (2, "default", 1 + TINY.n_layers),
+        (1, "always", 2 + TINY.n_layers),
+        (1, "never", 2 + TINY.n_layers),
+        (2, "default", 2 + TINY.n_layers),
     ],
 )
 def test_one_cpu_rank_has_one_fsdp_group_by_default(gloo: GlooPool, ranks: int, reshard: str, groups: int) -> None:

@@ -70,7 +70,7 @@ class Decoder(nn.Module):
     config: Any  # a DecoderConfig
     tok_embeddings: nn.Module | None
     layers: nn.ModuleDict  # blocks by number, "0", "1", ...
-    norm: nn.Module | None  # the final norm
+    norm: nn.Module | None  # the final norm; forward calls it before the output layer, which FSDP gathers with it
     output: nn.Module | None  # a linear layer without bias, from dim to vocab_size
 
     def init_weights(self) -> None:

@@ -216,7 +216,7 @@ class Pipeline:
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         assert isinstance(self.last, FSDPModule)
-        self.last.unshard()  # all-gather the output layer again: FSDP may have freed it after the forward
+        self.last.unshard()  # all-gather a tied output layer again: FSDP may have freed it after the forward
         assert self.last.output is not None
         losses = self.loss(hidden, self.last.output, labels)
         self.losses += exact_nats(losses.detach())

@@ -103,7 +103,7 @@ class OutputLoss:
     def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
         """Return ``token_losses`` for ``hidden`` (bs, seq, dim), ``labels`` (bs, seq) and the linear layer ``output``.
 
-        Call it while FSDP has ``output.weight`` unsharded: within the forward of the module that contains it.
+        Call it while FSDP has ``output.weight`` unsharded: within the forward of the model, after the final norm.
         """
         if self.by_row is not None and torch.is_grad_enabled():
             self.by_row.append(torch.zeros(2, len(labels), dtype=torch.float64, device=labels.device))
