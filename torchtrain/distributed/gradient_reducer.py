@@ -18,8 +18,8 @@ class GradientReducer:
         mesh: the mesh of ``fully_shard``.
         dtype: the dtype in which gradients are reduced.
         state: state that later steps depend on, for checkpoints; None if there is none.
-        by_block: whether the parameters of each block, and of the output layer, are an FSDP group of their own, which is
-            all-gathered and reduced while other blocks compute; otherwise all parameters are in one group.
+        by_block: whether each block and the output layer are an FSDP group of their own, which is all-gathered and
+            reduced while blocks compute; otherwise all parameters are in one group.
     """
 
     state: Stateful | None = None
