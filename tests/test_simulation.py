@@ -315,9 +315,10 @@ def attention_kernels(dtype: torch.dtype, masked: bool, context: Any = nullconte
     return [name for name in names.called if "attention" in name]
 
 
-def attention_kernel_in_the_log(dtype: torch.dtype, context: Any = nullcontext) -> str:
+def attention_kernel_in_the_log(dtype: torch.dtype, context: Any = nullcontext, parallel: bool = False) -> str:
+    FakeTensorMode.cache_clear()  # otherwise, the choice of an earlier call
     with context(), FakeTensorMode():
-        return attention_backend_name("auto", TINY, dtype, torch.device("cuda"))
+        return attention_backend_name("auto", TINY, dtype, torch.device("cuda"), context=parallel)
 
 
 @pytest.mark.parametrize(
@@ -424,6 +425,23 @@ def test_flash_attention_3_is_chosen_and_logged(gpu: fake_cuda.Worker) -> None:
     assert kernels == ["_scaled_dot_product_flash_attention"]
     assert gpu.run(attention_kernel_in_the_log, torch.bfloat16, partial(only, "fa3")) == "fa3"
     assert gpu.run(attention_kernel_in_the_log, torch.bfloat16, partial(only, "flash")) == "flash"
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "kernel", "parallel"),
+    [
+        ("auto", torch.bfloat16, "cudnn", "flash"),
+        ("fa3", torch.bfloat16, "fa3", "fa3"),
+        ("cudnn", torch.bfloat16, "cudnn", "cudnn"),
+        ("efficient", torch.float32, "efficient", "efficient"),
+    ],
+)
+def test_log_names_the_kernel_of_context_parallelism(
+    gpu: fake_cuda.Worker, backend: str, dtype: torch.dtype, kernel: str, parallel: str
+) -> None:
+    """It calls the flash kernel by name, or has an explicit mask."""
+    assert gpu.run(attention_kernel_in_the_log, dtype, partial(only, backend)) == kernel
+    assert gpu.run(attention_kernel_in_the_log, dtype, partial(only, backend), True) == parallel
 
 
 def test_device_to_host_synchronization_is_detected(gpu: fake_cuda.Worker) -> None:

@@ -13,6 +13,7 @@ from torch.nn.attention import (
 
 from torchtrain.errors import ConfigError
 from torchtrain.models.spec import DecoderConfig
+from torchtrain.parallelisms.context_parallel import has_flash_kernel, is_supported_by_flash
 
 CPU_BACKENDS = ("flash", "math")
 BACKENDS = ("cudnn", "flash", "efficient", "math")
@@ -26,31 +27,40 @@ def attention_backend_name(
     device: torch.device,
     *,
     documents: bool = False,
+    context: bool = False,
 ) -> str:
-    """Return the name of the kernel that torch selects for causal attention of ``model``.
+    """Return the name of the kernel that computes causal attention of ``model``.
 
-    ``documents``: whether a document mask is used.
+    ``documents``: whether a document mask is used. ``context``: whether sequences are sharded (context parallelism).
 
     Raises:
         ConfigError: the backend ``wanted`` has no kernel for these shapes.
     """
     if documents and device.type == "cuda":
         return "flex"
-    # On a GPU in float32, ``attend`` repeats key/value heads instead of using grouped-query attention.
-    kv_heads = model.n_heads if device.type == "cuda" and dtype is torch.float32 else model.n_kv_heads
+    flash = (current_flash_attention_impl() or "flash").lower()
+    context = context and device.type == "cuda"
+    if context and has_flash_kernel(device.type) and is_supported_by_flash(dtype, model.head_size):
+        return flash
+    # On a GPU in float32 or with an explicit mask, ``attend`` repeats key/value heads instead of using grouped-query
+    # attention.
+    repeats = context or (device.type == "cuda" and dtype is torch.float32)
+    kv_heads = model.n_heads if repeats else model.n_kv_heads
     q, k = (  # expanded: full shapes, but memory for only one head's vector
         torch.empty(model.head_size, dtype=dtype, device=device).expand(1, heads, model.max_seq_len, -1)
         for heads in (model.n_heads, kv_heads)
     )
+    mask = q.new_empty(q.shape[2], dtype=torch.bool).expand(q.shape[2], -1) if context else None
+    gqa = model.n_heads != kv_heads
     try:
-        choice = SDPBackend(torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=model.n_heads != kv_heads))
+        choice = SDPBackend(torch._fused_sdp_choice(q, k, k, mask, is_causal=mask is None, enable_gqa=gqa))
     except RuntimeError:
         raise ConfigError(
             f"training.attention_backend = {wanted!r} has no kernel here for {model.n_heads} heads of "
             f"{model.head_size} channels with {model.n_kv_heads} key/value heads, in {dtype}; set 'auto'"
         ) from None
     if choice == SDPBackend.FLASH_ATTENTION and device.type == "cuda":
-        return (current_flash_attention_impl() or "flash").lower()
+        return flash
     return choice.name.removesuffix("_ATTENTION").lower()
 
 

@@ -69,7 +69,7 @@ def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Ten
     ``flash``: use the GPU's flash attention kernel if it supports the dtype and head_dim; otherwise ``attend`` with an
     explicit mask lets ``scaled_dot_product_attention`` choose a kernel.
     """
-    if flash and q.dtype is not torch.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256:
+    if flash and is_supported_by_flash(q.dtype, q.shape[-1]):
         # is_causal of scaled_dot_product_attention aligns the mask with the first key, but the flash kernel itself
         # aligns it with the last key, as needed here.
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
@@ -78,12 +78,22 @@ def attention_to_the_end(q: Tensor, k: Tensor, v: Tensor, *, flash: bool) -> Ten
     return attend(q, k, v, mask)
 
 
+def is_supported_by_flash(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the flash attention kernel supports this dtype, bfloat16 or float32, and ``head_dim``."""
+    return dtype is not torch.float32 and head_dim % 8 == 0 and head_dim <= 256
+
+
+def has_flash_kernel(device_type: str) -> bool:
+    """Whether training.attention_backend allows the flash attention kernel, and the device, if it is a GPU, has it."""
+    is_enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    # The kernel needs Ampere or later.
+    return is_enabled and (device_type != "cuda" or torch.cuda.get_device_capability() >= (8, 0))
+
+
 def apply_context_parallel(model: Decoder, mesh: DeviceMesh) -> None:
     """Replace the inner attention of every block of ``model`` by context-parallel attention over the 1-D ``mesh``.
 
     Each rank must then call the forward with ``local_sequence`` of the tokens and positions.
     """
-    flash: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-    if mesh.device_type == "cuda" and torch.cuda.get_device_capability() < (8, 0):
-        flash = False  # the kernel needs Ampere or later
+    flash = has_flash_kernel(mesh.device_type)
     model.replace_inner_attention(lambda _: ContextParallelAttention(mesh, flash=flash))
