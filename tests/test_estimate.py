@@ -34,7 +34,7 @@ from torchtrain.planning import estimate_pool, search, summary
 from torchtrain.planning.allocator import Allocation, peak_reserved
 from torchtrain.planning.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.planning.hardware import GIB, GPUS, Efficiency
-from torchtrain.planning.operations import Operation, collective, moved_bytes
+from torchtrain.planning.operations import Operation, collective, moved_bytes, work_of
 from torchtrain.planning.recorder import CATEGORIES, StepRecorder
 from torchtrain.planning.representative_ranks import derive_step
 from torchtrain.planning.request import resolve_gpu, resolve_model_config
@@ -216,6 +216,21 @@ def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: 
         record = simulate(config, shape, degrees, rank)
         assert computed(record, "forward") == 4 * scores / 2 / degree
         assert computed(record, "backward") == 10 * scores / 2 / degree
+
+
+def test_attention_without_a_mask_computes_all_pairs() -> None:
+    q, k = torch.empty(2, 4, 8, 16, device="meta"), torch.empty(2, 4, 32, 16, device="meta")
+    aten, name = torch.ops.aten, "_scaled_dot_product_flash_attention"
+    pairs = 2 * 4 * 8 * 32 * 16
+    for is_causal, share in ((True, 1 - 8 / 64), (False, 1.0)):
+        expected = {"flops": 4 * pairs, "share": share, "keys": share * 32, "head_dim": 16}
+        forward = aten._scaled_dot_product_flash_attention.default
+        assert work_of(forward, name, (q, k, k, 0.0, is_causal), {}) == expected
+        assert work_of(forward, name, (q, k, k), {"is_causal": is_causal}) == expected
+        backward = aten._scaled_dot_product_flash_attention_backward.default
+        arguments = (q, q, k, k, q, q, None, None, 8, 32, 0.0, is_causal, q, q)
+        assert work_of(backward, f"{name}_backward", arguments, {}) == {**expected, "flops": 10 * pairs}
+    assert work_of(forward, name, (q, k, k), {})["share"] == 1  # is_causal is False by default
 
 
 def test_full_checkpointing_recomputes_the_blocks() -> None:

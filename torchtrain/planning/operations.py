@@ -1,5 +1,6 @@
 """Operations of a training step: FLOPs, bytes moved and bytes sent, computed from their arguments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,22 +66,26 @@ def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dis
     return None
 
 
-def work_of(func: Any, name: str, args: tuple[Any, ...]) -> dict[str, Any]:
+def work_of(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``Operation`` that describe the FLOPs of a matrix product or of attention; {} for others.
 
     Attention has two matrix products over all pairs of queries and keys in forward, and five in backward. ``share`` and
-    ``keys`` are those of a causal mask aligned with the last key; other masks are ignored.
+    ``keys`` are those of a causal mask aligned with the last key, or of no mask; other masks count as causal.
     """
     if getattr(func, "overloadpacket", None) in MATMULS:
         return {"flops": int(flop_registry[func.overloadpacket](*args))}
     if "attention" not in name:
         return {}
     backward = "backward" in name
-    # In backward, the gradient precedes queries and keys in the arguments, except for flex_attention.
-    q, k = args[1:3] if backward and not name.startswith("flex") else args[:2]
+    q, k = args[:2]
+    masked = True
+    if not name.startswith("flex"):
+        given = zip(func._schema.arguments, args, strict=False)
+        bound = {argument.name: value for argument, value in given} | dict(kwargs)
+        q, k, masked = bound["query"], bound["key"], bound.get("is_causal", False)
     bs, heads, seq, dim = q.shape
     flops = (10 if backward else 4) * int(bs * heads * seq * k.shape[2] * dim)
-    share = 1 - seq / (2 * k.shape[2])
+    share = 1 - seq / (2 * k.shape[2]) if masked else 1.0
     return {"flops": flops, "share": share, "keys": share * k.shape[2], "head_dim": int(dim)}
 
 

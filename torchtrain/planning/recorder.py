@@ -260,4 +260,4 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_compute(self, func: Any, name: str, args: Any, kwargs: Any, moved: int) -> None:
         inputs = tensors_in((args, kwargs))
         dtype = inputs[0].dtype if inputs else torch.float32
-        self.record_operation(name, dtype=dtype, bytes=moved, **work_of(func, name, args))
+        self.record_operation(name, dtype=dtype, bytes=moved, **work_of(func, name, args, kwargs))
