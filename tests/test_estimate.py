@@ -40,7 +40,7 @@ from torchtrain.planning.representative_ranks import derive_step
 from torchtrain.planning.request import resolve_gpu, resolve_model_config
 from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate, simulate_steps
 from torchtrain.planning.summary import Estimate, RankMemory, StepCosts, estimate
-from torchtrain.planning.timing import CostModel
+from torchtrain.planning.timing import CostModel, replay
 from torchtrain.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -463,6 +463,49 @@ def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -
     record = simulated(2, **options, activation_checkpoint={"mode": "selective"})
     repeated = Counter(o.name for o in record.recorder.steps[-1].operations if o.axis and o.phase == "recompute")
     assert repeated == {"all_gather_into_tensor": 2 * SHAPE.n_layers}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "mode", "unfused"),
+    [
+        ("none", "none", {}),
+        pytest.param("none", "selective", {}, marks=pytest.mark.slow),
+        ("tensorwise", "none", {("reduce_scatter_tensor", "backward"): 2}),
+    ],
+)
+def test_collectives_that_the_compiler_fuses_are_marked(
+    recipe: str, mode: str, unfused: dict[tuple[str, str], int]
+) -> None:
+    """As ``test_lowering.py`` finds them in the generated code: all of a block, but in float8 six of eight."""
+    if recipe != "none":
+        pytest.importorskip("torchao")
+    sections = {
+        "parallelism": {"tensor_parallel_degree": 2, "enable_async_tensor_parallel": True},
+        "compile": {"enable": True},
+        "activation_checkpoint": {"mode": mode},
+        "training": {"mixed_precision_param": "bfloat16", "local_batch_size": 1},
+        "float8": {"recipe": recipe},
+    }
+    step = simulated(2, shape=replace(SHAPE, n_layers=3), **sections).recorder.steps[-1]
+    found = Counter(
+        (o.fused_with_matmul, o.name, o.phase)
+        for o in step.operations
+        if o.module == "layers.1"
+        and o.axis == "tensor"
+        and o.name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    )
+    microbatches = len(step.microbatches)
+    assert {key[1:]: count // microbatches for key, count in found.items() if not key[0]} == unfused
+    assert sum(found.values()) == microbatches * (8 + 2 * (mode == "selective"))  # it gathers again in backward
+    assert all(o.module.startswith("layers.") for o in step.operations if o.fused_with_matmul)
+
+
+def test_only_fused_collectives_overlap() -> None:
+    collective = Operation("reduce_scatter_tensor", "forward", "", bytes=10**9, axis="tensor", ranks=tuple(range(8)))
+    operations = [collective, replace(collective, fused_with_matmul=True)]
+    cost_model = CostModel(GPUS["h100-80"], Efficiency(async_tensor=0.25), JobConfig())
+    time = replay({0: operations}, cost_model)[0]
+    assert time.waiting["tensor"] == pytest.approx(1.75 * cost_model.communicate(collective), rel=0.01)
 
 
 def test_muon_states_take_half_of_adamw_states_for_matrices() -> None:

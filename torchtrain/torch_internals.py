@@ -41,6 +41,7 @@ NAMES = {
     "tree_map_only": ("torch.utils._pytree", "tensors in the results of an operation, replaced"),
     "FakeTensor": ("torch._subclasses.fake_tensor", "tensors without data"),
     "FakeTensorMode": ("torch._subclasses.fake_tensor", "tensors without data"),
+    "unset_fake_temporarily": ("torch._subclasses.fake_tensor", "operations on the fake tensors of a compiled graph"),
     "FakeStore": ("torch.testing._internal.distributed.fake_pg", "simulated ranks"),
     "_resolve_process_group": ("torch.distributed.distributed_c10d", "the group of a functional collective"),
     "FSDPParamGroup": (f"{FSDP}._fsdp_param_group", "when FSDP gathers, reduces and waits"),
@@ -55,6 +56,10 @@ NAMES = {
         "the activations that a compiled block saves",
     ),
     "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
+    "micro_pipeline_tp_pass": (
+        "torch._inductor.fx_passes.micro_pipeline_tp",
+        "the collectives that asynchronous tensor parallelism overlaps",
+    ),
 }
 
 # Members that are used, replaced or set, and their purposes.

@@ -6,6 +6,7 @@ graphs, and fuses all other operations (``fused_kernels``). ``tests/test_lowerin
 the kernels that Inductor generates.
 """
 
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -24,9 +25,11 @@ from torchtrain.planning.operations import MATMULS, VIEWS, nbytes
 from torchtrain.planning.recorder import StepRecorder
 from torchtrain.torch_internals import (
     aot_autograd,
+    micro_pipeline_tp_pass,
     min_cut_rematerialization_partition,
     select_decomp_table,
     tree_map_only,
+    unset_fake_temporarily,
 )
 
 
@@ -182,11 +185,50 @@ def fused_kernels(graph: fx.Graph) -> list[FusedKernel]:
     return kernels
 
 
+aten = torch.ops.aten
+FUSIBLE_COLLECTIVES = (
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+
+
 def boundary_bytes(module: fx.GraphModule) -> int:
     """Bytes of the inputs and outputs of a graph, each tensor once."""
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     outputs = next(node for node in module.graph.nodes if node.op == "output").all_input_nodes
     return sum(nbytes(node.meta.get("val")) for node in {*inputs, *map(view_base, outputs)})
+
+
+def fused_collectives(module: fx.GraphModule) -> set[fx.Node]:
+    """The collectives that Inductor fuses with matrix products, if asynchronous tensor parallelism is enabled.
+
+    They are those that its pass, and the one of this package, remove from a copy of the graph.
+    """
+    import torch._inductor.config  # slow to import
+
+    found = {node for node in module.graph.nodes if node.target in FUSIBLE_COLLECTIVES}
+    if not found or not torch._inductor.config._micro_pipeline_tp:
+        return set()
+    extra_pass: Any = torch._inductor.config.post_grad_custom_pre_pass
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.output(graph.graph_copy(module.graph, copies))
+    for node in list(graph.nodes):  # as Inductor's earlier passes do
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+        elif node.target is aten.slice.Tensor and node.meta["val"].shape == node.args[0].meta["val"].shape:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    log = logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp")
+    with (
+        unset_fake_temporarily(),  # the graph's fake tensors have another mode than the simulation's
+        patch.object(torch.distributed, "is_nccl_available", lambda: True),  # the pass does nothing without NCCL
+        patch.object(log, "disabled", True),  # it warns of collectives that it cannot fuse
+    ):
+        if extra_pass is not None:  # the one of set_async_tensor_parallel
+            extra_pass(graph)
+        micro_pipeline_tp_pass(graph)
+    left = set(graph.nodes)
+    return {node for node in found if copies[node] not in left}
 
 
 class FusedInterpreter(fx.Interpreter):
@@ -198,11 +240,13 @@ class FusedInterpreter(fx.Interpreter):
         kernels = fused_kernels(module.graph)
         self.written = {node for kernel in kernels for node in kernel.written}
         self.last = {kernel.written[-1]: kernel.bytes for kernel in kernels}  # a kernel runs when it can write all
+        with recorder.labeled(paused=True):
+            self.fused_collectives = fused_collectives(module)
 
     def run_node(self, n: fx.Node) -> Any:
         recorder = self.recorder
         if n.op != "call_function" or is_extern_kernel(n):
-            with self._phase_of(n):
+            with self._labeled(n):
                 return super().run_node(n)
         source = view_base(n)
         if source.op == "call_function" and source not in self.written and not is_extern_kernel(source):
@@ -210,14 +254,16 @@ class FusedInterpreter(fx.Interpreter):
         with recorder.labeled(paused=True):
             result = empty_like(n.meta["val"]) if source is n else super().run_node(n)
         if n in self.written:
-            with self._phase_of(n):
+            with self._labeled(n):
                 recorder.record_fused_kernel(result, self.last.get(n, 0))
         return result
 
-    def _phase_of(self, node: fx.Node) -> AbstractContextManager[None]:
-        """Label forward nodes in the backward graph as "recompute"."""
-        recomputed = self.recorder.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward"
-        return self.recorder.labeled(**({"phase_override": "recompute"} if recomputed else {}))
+    def _labeled(self, node: fx.Node) -> AbstractContextManager[None]:
+        """Label forward nodes in the backward graph as "recompute", and collectives that are fused with a product."""
+        labels: dict[str, Any] = {"fused_with_matmul": node in self.fused_collectives}
+        if self.recorder.phase == "backward" and node.meta.get("partitioner_tag") == "is_forward":
+            labels["phase_override"] = "recompute"
+        return self.recorder.labeled(**labels)
 
 
 def empty_like(value: Any) -> Any:

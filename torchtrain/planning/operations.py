@@ -46,6 +46,8 @@ class Operation:
     """For attention, the size of a head."""
     fsdp: bool = False
     """Whether it is a collective of fully_shard, which runs on a separate stream."""
+    fused_with_matmul: bool = False
+    """For a collective, whether the compiler fuses it with a matrix product, to overlap both."""
 
 
 def collective(func: Any, args: tuple[Any, ...], outputs: Any) -> tuple[str, dist.ProcessGroup, int] | None:

@@ -106,6 +106,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.module = ""
         self.paused = False
         self.fsdp = False
+        self.fused_with_matmul = False
 
     supports_higher_order_operators = True
 
@@ -250,7 +251,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = ranks[args[2]] if name in ("send", "recv") else None
             axis = self.axes.get(group.group_name, "all")
-            self.record_operation(name, bytes=size, axis=axis, ranks=ranks, peer=peer, fsdp=self.fsdp)
+            fused = self.fused_with_matmul
+            self.record_operation(
+                name, bytes=size, axis=axis, ranks=ranks, peer=peer, fsdp=self.fsdp, fused_with_matmul=fused
+            )
             return
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return

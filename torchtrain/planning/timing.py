@@ -158,7 +158,7 @@ def replay_rank(
             stream = max(stream, host, device) + seconds
             reduced = stream
         else:
-            if operation.axis == "tensor" and cost_model.config.parallelism.enable_async_tensor_parallel:
+            if operation.fused_with_matmul:
                 seconds *= 1 - cost_model.efficiency.async_tensor
             device = wait(max(device, host) + seconds, operation.axis)
     time.seconds = wait(stream, "shard")
