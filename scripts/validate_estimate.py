@@ -7,8 +7,9 @@ Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A
 differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,
 whether the loop kept the float32 logits until the end of the step, whether the loss was compiled, and whether the
 allocator used expandable segments. All runs applied RoPE with complex numbers, predate PyTorch's fused kernel for
-RMSNorm, used FlashAttention 2, and had the output layer in the FSDP group of the root (until torchtitan #1094). Asynchronous tensor parallelism fused what Inductor finds without this package's
-pass.
+RMSNorm, used FlashAttention 2, and had the output layer in the FSDP group of the root (until torchtitan #1094). Context
+parallelism was PyTorch's ring attention (``RingAttention``), and asynchronous tensor parallelism fused what Inductor
+finds without this package's pass.
 """
 
 import argparse
@@ -16,10 +17,15 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor.experimental._context_parallel._attention import (
+    _templated_ring_attention,
+    _templated_ring_attention_backward,
+)
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import JobConfig
@@ -28,6 +34,7 @@ from torchtrain.models.loss import OutputLoss, output_loss
 from torchtrain.models.model_config import build_model_config
 from torchtrain.parallelisms import activation_checkpoint, fsdp
 from torchtrain.parallelisms.async_tensor_parallel import FusibleCollectives
+from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import simulation
 from torchtrain.planning.allocator import peak_reserved
@@ -36,6 +43,7 @@ from torchtrain.planning.operations import Operation
 from torchtrain.planning.simulation import simulate
 from torchtrain.planning.timing import CostModel, replay
 
+aten = torch.ops.aten
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products
 
 
@@ -117,6 +125,49 @@ def complex_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(3).type_as(x)
 
 
+class RingAttention(torch.autograd.Function):
+    """PyTorch's ring attention, as torchtitan called it: one rank's step for each shard of keys and values.
+
+    A rank gathers keys and values once in forward, recomputation and backward, and sends their float32 gradients on in
+    each step. The partial results of all steps are merged in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+        """``q``, ``k`` and ``v`` have the shape (bs, heads, seq / n, head_dim)."""
+        kernel = aten._scaled_dot_product_flash_attention
+        out, logsumexp, *others = _templated_ring_attention(group, 2, kernel, q, k, v, is_causal=True, dropout_p=0.0)
+        *lengths, seed, offset, _ = others
+        ctx.save_for_backward(q, k, v, out, logsumexp, seed, offset)
+        ctx.group, ctx.lengths = group, lengths
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, logsumexp, seed, offset = ctx.saved_tensors
+        lengths = ctx.lengths
+
+        # With these names as keywords, Dynamo takes ``out`` for a tensor to write to.
+        def kernel(
+            query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool, grad_out: Tensor
+        ) -> Any:
+            return aten._scaled_dot_product_flash_attention_backward.default(
+                grad_out, query, key, value, out, logsumexp, *lengths, 0.0, is_causal, seed, offset
+            )
+
+        dq, dk, dv, *_ = _templated_ring_attention_backward(
+            ctx.group, 2, kernel, grad, "grad_out", q, k, v, out, logsumexp, is_causal=True
+        )
+        return dq, dk, dv, None
+
+
+def ring_attention(module: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor, _: Any = None) -> Tensor:
+    """The forward of torchtitan's attention, which repeated keys and values for all heads of their group."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    out: Tensor = RingAttention.apply(q, k, v, module.mesh.get_group())  # type: ignore[no-untyped-call]
+    return out
+
+
 def in_eager_mode(_: OutputLoss, logits: Tensor, labels: Tensor) -> Tensor:
     return output_loss.token_losses(logits, labels)
 
@@ -135,6 +186,7 @@ def their_policies(row: Row) -> Iterator[None]:
         stack.enter_context(patch.object(model, "apply_rope", complex_rope))
         stack.enter_context(patch.object(simulation, "fused_rms_norm", nullcontext))
         stack.enter_context(patch.object(fsdp, "shard_output_layer", lambda *_: set()))
+        stack.enter_context(patch.object(ContextParallelAttention, "forward", ring_attention))
         stack.enter_context(patch.object(FusibleCollectives, "__call__", lambda *_: None))
         # Each of their chunks adds a gradient of the output matrix.
         stack.enter_context(patch.object(OutputLoss, "keeps_logits_grad", lambda *_: False))
@@ -184,12 +236,22 @@ def trace(row: Row) -> Trace:
     shape = build_model_config(config.model, None, row.seq_len)
     config, degrees = resolve_layout(config, shape, row.ranks)
     with their_policies(row):
-        first, last = simulate(config, shape, degrees, 0).recorder.steps
+        # The last rank of a ring merges the most: it has all queries of its shard in each step.
+        first, last = simulate(config, shape, degrees, (row.context - 1) * row.tensor).recorder.steps
     reserved, first_step = (
         peak_reserved(allocations, expandable_segments=row.expandable) / GIB
         for allocations in (first.allocations + last.allocations, first.allocations)
     )
-    return Trace(max(sum(first.peak), sum(last.peak)) / GIB, reserved, first_step, last.operations)
+    operations = [with_all_bytes(operation) for operation in last.operations]
+    return Trace(max(sum(first.peak), sum(last.peak)) / GIB, reserved, first_step, operations)
+
+
+def with_all_bytes(operation: Operation) -> Operation:
+    """Let a ring's all-to-all send all of its bytes to the next rank. Otherwise a part of them stays on each rank."""
+    if operation.name != "all_to_all_single":
+        return operation
+    ranks = len(operation.ranks)
+    return replace(operation, bytes=operation.bytes * ranks // (ranks - 1))
 
 
 def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:

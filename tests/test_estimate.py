@@ -28,6 +28,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.spec import flops_per_token
+from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.planning import estimate_pool, search, summary
@@ -682,6 +683,32 @@ def test_older_implementations_of_published_runs_are_simulated(changes: dict[str
     row = replace(validate_estimate.ROWS[0], **changes)
     with patch.object(validate_estimate, "build_model_config", lambda *_: replace(TINY, n_layers=2, max_seq_len=8192)):
         assert validate_estimate.trace(row).active > 0
+
+
+def test_ring_attention_of_published_runs_computes_as_much_in_more_kernels() -> None:
+    """Merging and the float32 gradients of repeated keys and values are what it costs more."""
+    degree, seq = 4, 8192
+    row = next(row for row in validate_estimate.HELD_OUT if row.context == degree)
+    row = replace(row, seq_len=seq, float8=False, compiled=False)
+    shape = replace(TINY, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=seq)
+    with patch.object(validate_estimate, "build_model_config", lambda *_: shape):
+        ring = validate_estimate.trace(row).operations
+        with patch.object(validate_estimate, "ring_attention", ContextParallelAttention.forward):
+            gathered = validate_estimate.trace(row).operations
+
+    for direction, times in (("forward", 2), ("backward", 1)):  # forward is computed again
+        kernels = [
+            [o for o in operations if "attention" in o.name and ("backward" in o.name) == (direction == "backward")]
+            for operations in (ring, gathered)
+        ]
+        assert [len(found) for found in kernels] == [times * n * shape.n_layers for n in (degree, 2)]
+        work, expected = (sum(o.flops * o.share for o in found) for found in kernels)
+        assert work == expected
+    keys_and_values = 2 * shape.n_heads * seq // degree * shape.head_size  # elements of a rank's shard
+    sent = [o.bytes for o in ring if o.name == "all_to_all_single"]
+    assert sent == [4 * keys_and_values * degree // (degree - 1)] * degree * shape.n_layers
+    gathers = [o.bytes for o in ring if o.axis == "context" and "gather" in o.name]
+    assert gathers == [2 * keys_and_values * degree] * 3 * shape.n_layers  # forward, recomputed forward and backward
 
 
 @CONFIGS
