@@ -1,7 +1,8 @@
 """Compare the planner's estimates with published runs, and fit the efficiencies of its cost model to them.
 
-    python scripts/validate_estimate.py            # the table of docs/estimate.md
-    python scripts/validate_estimate.py --fit      # fits the efficiencies, and prints values for planning/hardware.py
+    python scripts/validate_estimate.py                  # the table of docs/estimate.md
+    python scripts/validate_estimate.py --only '70B'     # the rows that contain a regular expression
+    python scripts/validate_estimate.py --fit            # fits the efficiencies, for planning/hardware.py
 
 Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A row describes how the trainer of a run
 differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,
@@ -14,7 +15,8 @@ finds without this package's pass.
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,6 +82,7 @@ BENCHMARK = "torchtitan benchmarks/llama3_h100_202412"
 ASYNC = "torchtitan benchmarks/asyncTP_llama3_h100_2025-06"
 H200 = "torchtitan benchmarks/llama3_8b_h200_2025-06"
 ON_H200 = {"gpu": "h200", "ranks": 32}
+ON_64 = {"tensor": 8, "ranks": 64}
 # torchtitan's loss was not compiled before the autumn of 2024, nor from that December to the next April (#755, #1033).
 PLAIN_LOSS = {"compiled": True, "compiled_loss": False}
 # torchtitan in March 2024
@@ -88,8 +91,8 @@ ROWS = (
     Row("8B, 8 GPUs, batch 2", BENCHMARK, "8B", 2, 82.4, 5762),
     Row("... compiled", BENCHMARK, "8B", 2, 77.0, 6667, **PLAIN_LOSS),
     Row("... compiled, float8", BENCHMARK, "8B", 2, 76.8, 8532, **PLAIN_LOSS, float8=True),
-    Row("8B, 64 GPUs, tensor 8, batch 12", ASYNC, "8B", 12, None, 4378, compiled=True, tensor=8, ranks=64),
-    Row("... asynchronous", ASYNC, "8B", 12, None, 4809, compiled=True, tensor=8, ranks=64, async_tensor=True),
+    Row("8B, 64 GPUs, tensor 8, batch 12", ASYNC, "8B", 12, None, 4378, compiled=True, **ON_64),
+    Row("... asynchronous", ASYNC, "8B", 12, None, 4809, compiled=True, **ON_64, async_tensor=True),
     Row("8B, 8 GPUs, batch 1", "#822", "8B", 1, 49.59, 5605, first_step=42.08),
     Row("... reshard never", "#822", "8B", 1, 62.18, 5763, first_step=54.66, reshard="never"),
     Row("8B, 8 GPUs, batch 1", "#996", "8B", 1, 49.58, 5957),
@@ -108,6 +111,7 @@ ROWS = (
 )
 # Runs that no efficiency is fitted to.
 LONG = {**PLAIN_LOSS, "float8": True}
+ON_256 = {"tensor": 8, "ranks": 256, "mode": "full"}  # FSDP over 32 ranks
 HELD_OUT = (
     Row("8B, 32,768 tokens, full", BENCHMARK, "8B", 1, 83.9, 3890, "full", **LONG, seq_len=32768),
     Row("... context 2, 65,536 tokens", BENCHMARK, "8B", 1, 84.2, 2540, "full", **LONG, seq_len=65536, context=2),
@@ -116,6 +120,25 @@ HELD_OUT = (
     Row("8B, 128 GPUs, batch 2", BENCHMARK, "8B", 2, 67.0, 5605, ranks=128),
     Row("... compiled", BENCHMARK, "8B", 2, 62.0, 6514, **PLAIN_LOSS, ranks=128),
     Row("... compiled, float8", BENCHMARK, "8B", 2, 61.8, 8380, **LONG, ranks=128),
+    Row("70B, 256 GPUs, tensor 8, batch 16, compiled, float8", BENCHMARK, "70B", 16, 71.9, 829, **LONG, **ON_256),
+    Row("... asynchronous", BENCHMARK, "70B", 16, 67.6, 876, **LONG, **ON_256, async_tensor=True),
+    Row("70B, 256 GPUs, tensor 8, batch 16", ASYNC, "70B", 16, None, 597.3, compiled=True, **ON_256),
+    Row("... asynchronous", ASYNC, "70B", 16, None, 652.4, compiled=True, **ON_256, async_tensor=True),
+    Row("... float8", ASYNC, "70B", 16, None, 809.8, compiled=True, float8=True, **ON_256),
+    Row(
+        "... float8, asynchronous",
+        ASYNC,
+        "70B",
+        16,
+        None,
+        942.4,
+        compiled=True,
+        float8=True,
+        **ON_256,
+        async_tensor=True,
+    ),
+    Row("8B, 64 GPUs, tensor 8, batch 12, float8", ASYNC, "8B", 12, None, 5078.1, compiled=True, float8=True, **ON_64),
+    Row("... asynchronous", ASYNC, "8B", 12, None, 5570.1, compiled=True, float8=True, **ON_64, async_tensor=True),
 )
 
 
@@ -308,23 +331,30 @@ def fit(traces: Sequence[Trace], by: float = 0.02) -> tuple[Efficiency, list[Eff
     return efficiency_of(best), [efficiency_of(solve(errors[rows], slopes[rows], at)) for rows in others]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--fit", action="store_true", help="fit the efficiencies, with and without each row")
-    options = parser.parse_args()
-    traces, held_out = [trace(row) for row in ROWS], [trace(row) for row in HELD_OUT]
-    efficiency, without = fit(traces) if options.fit else (Efficiency(), [])
-    if options.fit:
-        print({key: round(getattr(efficiency, key), 3) for key in FITTED}, "\n")
+def label(row: Row) -> str:
+    """Name and source of a row; a name that begins with "..." follows that of the nearest row above without it."""
+    rows = ROWS + HELD_OUT
+    parts = [row.name]
+    for above in reversed(rows[: rows.index(row)]):
+        if not parts[0].startswith("..."):
+            break
+        if not above.name.startswith("..."):
+            parts = [above.name, parts[0].removeprefix("... ")]
+    return f"{', '.join(parts)} ({row.source})"
+
+
+def print_table(traces: Mapping[Row, Trace], efficiency: Efficiency, without: Mapping[Row, Efficiency]) -> None:
+    """Print the errors of all rows in ``traces``; ``without`` are efficiencies fitted without a row."""
 
     def cells(found: float, published: float | None, digits: int) -> str:
         return f"{published:,.{digits}f} | {found / published - 1:+.1%}" if published else "| "
 
     header = "| run | reserved GiB | estimate | tokens/s | estimate |" + " left out |" * bool(without)
     print(header, "| --- |" + " --: |" * (header.count("|") - 2), sep="\n")
-    source = ""
-    for i, (row, found) in enumerate(zip(ROWS + HELD_OUT, traces + held_out, strict=True)):
-        if row is HELD_OUT[0]:
+    source, held_out = "", False
+    for row, found in traces.items():
+        if row in HELD_OUT and not held_out:
+            held_out = True
             print("| *held out* |" + " |" * (header.count("|") - 2))
         speed = tokens_per_second(row, found, efficiency)
         memory, tokens = cells(found.reserved, row.reserved, 2), cells(speed, row.tokens, 0)
@@ -332,16 +362,46 @@ def main() -> None:
         print(f"| {name} | {memory} | {tokens} |", end="")
         source = row.source
         if without:
-            error = tokens_per_second(row, found, without[i]) / (row.tokens or math.nan) - 1 if i < len(ROWS) else None
+            error = (
+                tokens_per_second(row, found, without[row]) / (row.tokens or math.nan) - 1 if row in without else None
+            )
             print(" |" if error is None else f" {error:+.1%} |", end="")
         print(flush=True)
-    for row, found in zip(ROWS, traces, strict=True):
+
+
+def print_differences(traces: Mapping[Row, Trace]) -> None:
+    """Print the errors of live memory, and of differences between two runs or steps."""
+    for row, found in traces.items():
         if row.active:
             print(f"\nactive GiB, {row.name}: published {row.active}, {found.active / row.active - 1:+.1%}", end="")
-    default, never = traces[5], traces[6]
+    default, never = (traces[row] for row in ROWS if row.source == "#822")
     print("\nAdam's states, step 10 minus step 1 of #822: measured 7.51 GiB, estimated", end=" ")
     print(f"{default.reserved - default.first_step:.2f} reserved; by arithmetic 7.48")
     print(f"reshard never minus default, #822: measured 12.59 GiB, estimated {never.reserved - default.reserved:.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true", help="fit the efficiencies, with and without each row")
+    parser.add_argument(
+        "--only", metavar="PATTERN", default="", help="only the rows whose name and source contain a regular expression"
+    )
+    options = parser.parse_args()
+    if options.fit and options.only:
+        parser.error("--fit needs all rows; leave out --only")
+    rows = [row for row in ROWS + HELD_OUT if re.search(options.only, label(row))]
+    if not rows:
+        names = "\n".join(label(row) for row in ROWS + HELD_OUT)
+        parser.error(f"--only {options.only!r} is in none of these rows:\n{names}")
+    traces = {row: trace(row) for row in rows}
+    efficiency, without = Efficiency(), dict[Row, Efficiency]()
+    if options.fit:
+        efficiency, others = fit([traces[row] for row in ROWS])
+        without = dict(zip(ROWS, others, strict=True))
+        print({key: round(getattr(efficiency, key), 3) for key in FITTED}, "\n")
+    print_table(traces, efficiency, without)
+    if not options.only:
+        print_differences(traces)
 
 
 if __name__ == "__main__":

@@ -711,6 +711,19 @@ def test_ring_attention_of_published_runs_computes_as_much_in_more_kernels() -> 
     assert gathers == [2 * keys_and_values * degree] * 3 * shape.n_layers  # forward, recomputed forward and backward
 
 
+def test_rows_of_published_runs_are_found_by_name_and_source(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = validate_estimate.ROWS + validate_estimate.HELD_OUT
+    assert len({validate_estimate.label(row) for row in rows}) == len(rows)
+    assert validate_estimate.label(rows[1]).startswith("8B, 8 GPUs, batch 2, compiled (torchtitan benchmarks/")
+    for arguments, message in (
+        (["--only", "9B"], "--only '9B' is in none of these rows:\n8B, 8 GPUs, batch 2 (torch"),
+        (["--only", "8B", "--fit"], "--fit needs all rows; leave out --only"),
+    ):
+        with patch("sys.argv", ["validate_estimate.py", *arguments]), pytest.raises(SystemExit):
+            validate_estimate.main()
+        assert message in capsys.readouterr().err
+
+
 @CONFIGS
 def test_slowest_step_of_a_config_is_far_below_the_hang_timeout(path: Path) -> None:
     match, config = HEAD.search(path.read_text()), parse(["--job.config_file", str(path)])
