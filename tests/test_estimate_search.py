@@ -7,13 +7,17 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from itertools import count
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from forkserver import context
 
 from torchtrain.config.parse import parse
 from torchtrain.errors import ConfigError
@@ -25,8 +29,14 @@ OPTIONS += ["--model.shape.n_layers", "2", "--training.local_batch_size", "4", "
 OPTIONS += ["--estimate.world_size", "2", "--estimate.search", "--estimate.search_seconds", "1000"]
 
 
+def processes_of_search() -> list[Any]:
+    return [process for process in multiprocessing.active_children() if isinstance(process, SpawnProcess)]
+
+
 def searched(monkeypatch: pytest.MonkeyPatch, cores: int, after: Callable[[int], None]) -> search.SearchResult:
     """Search among some small layouts; ``after`` is called after each log line, with the number of lines before."""
+    other = context().Process(target=time.sleep, args=(600,), daemon=True)
+    other.start()
     for name, value in (("LOCAL_BATCHES", (1, 2)), ("MODES", ("none", "full")), ("cores_of_process", lambda: cores)):
         monkeypatch.setattr(search, name, value)
     counter = count()
@@ -40,12 +50,15 @@ def searched(monkeypatch: pytest.MonkeyPatch, cores: int, after: Callable[[int],
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
-        assert multiprocessing.active_children() == []
+        assert other.is_alive()  # a search ends only its own processes
+        other.kill()
+        other.join()
+        assert processes_of_search() == []
 
 
 def test_search_on_two_cores_finds_what_it_finds_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = []
-    two = searched(monkeypatch, 2, lambda _: processes.append(len(multiprocessing.active_children())))
+    two = searched(monkeypatch, 2, lambda _: processes.append(len(processes_of_search())))
     assert max(processes) == 2
     assert processes[0] == 0  # the first layout may be the only one
     one = searched(monkeypatch, 1, lambda _: None)
@@ -58,7 +71,7 @@ def test_search_on_two_cores_finds_what_it_finds_on_one(monkeypatch: pytest.Monk
 def test_search_ends_with_the_best_so_far_if_one_of_its_processes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(number: int) -> None:
         if number == 1:
-            multiprocessing.active_children()[0].kill()
+            processes_of_search()[0].kill()
 
     found = searched(monkeypatch, 2, kill)
     assert "skipped because a process of the search was killed, perhaps for lack of memory" in found.table

@@ -53,6 +53,7 @@ class EstimatePool:
         self.size = size
         self._fixed = (model_config, gpu)
         self._executor: ProcessPoolExecutor | None = None
+        self._processes: set[multiprocessing.process.BaseProcess] = set()
         self._pending: dict[Future[tuple[Estimate, float]], int] = {}
         self._is_first = True
 
@@ -63,7 +64,7 @@ class EstimatePool:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._executor is not None:
-            for process in multiprocessing.active_children():
+            for process in self._processes:
                 process.kill()
             self._executor.shutdown(cancel_futures=True)
 
@@ -91,9 +92,11 @@ class EstimatePool:
         # it; this one gets it when the mask is restored. (The constructor above has already started the process that
         # tracks resources, which would unblock SIGINT.)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        others = set(multiprocessing.active_children())
         try:
             return self._executor.submit(timed_estimate, layout, *self._fixed)
         finally:
+            self._processes |= set(multiprocessing.active_children()) - others
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self) -> list[tuple[int, Estimate, float]]:
