@@ -37,7 +37,7 @@ def searched(monkeypatch: pytest.MonkeyPatch, cores: int, after: Callable[[int],
     """Search among some small layouts; ``after`` is called after each log line, with the number of lines before."""
     other = context().Process(target=time.sleep, args=(600,), daemon=True)
     other.start()
-    for name, value in (("LOCAL_BATCHES", (1, 2)), ("MODES", ("none", "full")), ("cores_of_process", lambda: cores)):
+    for name, value in (("LOCAL_BATCHES", (1, 2)), ("MODES", ("none",)), ("cores_of_process", lambda: cores)):
         monkeypatch.setattr(search, name, value)
     counter = count()
     handler = logging.Handler()
