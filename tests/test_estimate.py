@@ -807,6 +807,9 @@ def test_search_starts_from_a_config_that_the_trainer_rejects(
     training = parse(["--job.config_file", str(tmp_path / "best")]).training
     assert (training.local_batch_size <= 4, training.global_batch_size) == (True, 4)
     capsys.readouterr()
+    rejected = ["--training.local_batch_size", "8", "--training.global_batch_size", "4"]
+    assert command.main([*argv, *rejected, "--estimate.memory_gib", "0.01"]) == 2
+    assert re.search(r"none of the 0 most promising of \d+ layouts on 4 GPUs fits", capsys.readouterr().err)
     assert command.main([*argv, "--training.global_batch_size", "5", "--estimate.world_size", "3"]) == 2
     assert "training.global_batch_size = 5 must be a multiple of" in capsys.readouterr().err
 

@@ -66,13 +66,15 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     for layout in candidate_layouts(config, model_config):
         with suppress(ConfigError):
             resolved, degrees = resolve_and_validate(layout, model_config, gpu)
-            candidates.append((*analytic_estimate(resolved, model_config, degrees, gpu), resolved))
+            if resolved not in given:
+                candidates.append((*analytic_estimate(resolved, model_config, degrees, gpu), resolved))
     if not (given or candidates):
         resolve_and_validate(config, model_config, gpu)  # raises the error of the layout in the config
     before_work()
     candidates.sort(key=lambda candidate: candidate[:2])
-    promising = [layout for _, memory_gib, layout in candidates if memory_gib <= gpu.memory_gib * MEMORY_TOLERANCE]
-    layouts = given + [layout for layout in promising if layout not in given]
+    most_gib = gpu.memory_gib * MEMORY_TOLERANCE
+    layouts = given + [layout for _, memory_gib, layout in candidates if memory_gib <= most_gib]
+    count = len(given) + len(candidates)
     budget = config.estimate.search_seconds or (CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS)
     simulated: dict[int, tuple[JobConfig, Estimate]] = {}
     fastest, cpu_seconds, why = 0.0, 0.0, "for lack of time (estimate.search_seconds)"
@@ -99,11 +101,11 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     if not best:
         more = f"; {skipped} others were skipped {why}" if skipped else ""
         raise ConfigError(
-            f"none of the {len(simulated)} most promising of {len(candidates)} layouts on {world_size} GPUs fits in "
+            f"none of the {len(simulated)} most promising of {count} layouts on {world_size} GPUs fits in "
             f"{gpu.memory_gib} GiB{more}; use more GPUs, or set training.enable_cpu_offload = true"
         )
     head = (
-        f"{len(candidates)} layouts, of which {len(promising)} may fit; {len(simulated)} simulated in "
+        f"{count} layouts, of which {len(layouts)} may fit; {len(simulated)} simulated in "
         f"{cpu_seconds:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
     )
     own = replace(best[0][0], estimate=JobConfig().estimate)
@@ -121,6 +123,8 @@ def estimates_within(
     Yields:
         In the order in which they are ready: the index of a layout, its estimate, and the CPU seconds that it took.
     """
+    if not layouts:
+        return
     works = [stage_forwards(layout, model_config) for layout in layouts]
     processes = min(cores_of_process(), MAX_PROCESSES, len(layouts))
     waiting = list(range(len(layouts)))
