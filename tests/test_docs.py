@@ -100,6 +100,7 @@ LISTED = {
     "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
     "python scripts/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
+    "python scripts/validate_estimate.py --only context": "takes a minute; run by hand",
     "python scripts/interpret_kernels.py": "takes minutes; tests/test_lowered_numerics.py runs the same functions",
     "python scripts/fit_attention.py": "tests/test_estimate.py fits the same",
     "python scripts/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
