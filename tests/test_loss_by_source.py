@@ -31,6 +31,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "CP in chunks": (2, {"context_parallel_degree": 2}, {"loss_chunk_tokens": 4}),
     "PP": (2, {"pipeline_parallel_degree": 2}, {}),
     "PP, TP": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
+    "PP, FSDP": (4, {"pipeline_parallel_degree": 2}, {}),
+    "PP, CP": (4, {"pipeline_parallel_degree": 2, "context_parallel_degree": 2}, {}),
+    "CP, TP": (4, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, {}),
+    "HSDP": (4, {"data_parallel_replicate_degree": 2}, {}),
+    "TP without sequence parallelism": (2, {"tensor_parallel_degree": 2, "enable_sequence_parallel": False}, {}),
 }
 
 

@@ -88,12 +88,29 @@ def test_scores_are_those_of_evaluate(tmp_path: Path) -> None:
     assert one[2]["validation_task_rolling_bits_per_byte"] > one[4]["validation_task_rolling_bits_per_byte"]
 
 
+TENSOR, CONTEXT, PIPELINE = (f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "context", "pipeline"))
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "FSDP": (4, ["--training.local_batch_size=1"]),
+    "HSDP": (4, ["--training.local_batch_size=1", "--parallelism.data_parallel_replicate_degree=2"]),
+    "TP": (2, [TENSOR]),
+    "TP without sequence parallelism": (2, [TENSOR, "--parallelism.enable_sequence_parallel=false"]),
+    "TP, FSDP": (4, [TENSOR]),
+    "CP": (2, [CONTEXT]),
+    "CP, FSDP": (4, [CONTEXT]),
+    "CP, TP": (4, [CONTEXT, TENSOR]),
+    "PP": (2, [PIPELINE]),
+    "PP, FSDP": (4, [PIPELINE]),
+    "PP, TP": (4, [PIPELINE, TENSOR]),
+    "PP, CP": (4, [PIPELINE, CONTEXT]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dimension", ["tensor", "context", "pipeline"])
-def test_scores_on_four_ranks_are_those_of_evaluate(tmp_path: Path, dimension: str) -> None:
-    """Of each parallelism beside two shards, with trained and averaged weights."""
-    tasks = [*prepare(tmp_path), f"--parallelism.{dimension}_parallel_degree=2"]
-    lines = train(tmp_path / "run", tmp_path, 4, *tasks)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scores_on_layouts_are_those_of_evaluate(tmp_path: Path, layout: str) -> None:
+    """With trained and averaged weights."""
+    ranks, options = LAYOUTS[layout]
+    lines = train(tmp_path / "run", tmp_path, ranks, *prepare(tmp_path), *options)
     (last,) = (line for line in lines if "validation_loss" in line and line["step"] == 4)
     for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
         expected = scores_of_evaluate(tmp_path / "run", weights, prefix, tmp_path)
