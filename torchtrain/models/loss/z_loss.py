@@ -56,5 +56,10 @@ class _CrossEntropyWithZ(torch.autograd.Function):
         of_loss, of_z = grads[0].unbind()
         gradient = (logits - log_z[:, None]).exp_()  # float32
         gradient *= torch.where(known, of_loss + 2 * ctx.z_weight * of_z * log_z, 0)[:, None]
-        gradient.scatter_add_(1, column, -torch.where(own, of_loss, 0)[:, None])
+        of_label = torch.where(own, of_loss, 0)[:, None]
+        if torch.compiler.is_compiling():
+            # In one kernel with the rest; a scatter would write and read the float32 gradient once more.
+            gradient -= torch.where(torch.arange(logits.shape[1], device=logits.device) == column, of_label, 0)
+        else:
+            gradient.scatter_add_(1, column, -of_label)
         return gradient.to(logits.dtype), None, None, None, None
