@@ -86,7 +86,7 @@ LISTED = {
     "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     "python scripts/benchmark.py --only vocabulary": "takes minutes",
     "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
-    "python scripts/benchmark_metrics.py": "takes minutes",
+    "python scripts/benchmark_metrics.py --steps 150": "takes minutes",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_70b.toml --estimate.world_size 256 "
     "--estimate.gpu h100-80": PLANNED,

@@ -783,6 +783,7 @@ def test_layout_of_the_search_is_accepted_by_the_trainer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "CPU_SECONDS", 4)
+    monkeypatch.setattr(search, "cores_of_process", lambda: 1)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
     argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "4", "--estimate.search"]
     assert command.main([*argv, "--estimate.output", str(best)]) == 0

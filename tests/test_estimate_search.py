@@ -68,6 +68,7 @@ def test_search_on_two_cores_finds_what_it_finds_on_one(monkeypatch: pytest.Monk
     assert (two.best, two.is_complete) == (one.best, one.is_complete) == (one.best, True)
 
 
+@pytest.mark.slow
 def test_search_ends_with_the_best_so_far_if_one_of_its_processes_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(number: int) -> None:
         if number == 1:
