@@ -109,6 +109,19 @@ def test_own_model_resumes_bitwise_identically(trained: tuple[str, Path], module
     assert same_tensors(saved_tensors(tmp_path, 8), saved_tensors(one_rank, 8))
 
 
+@pytest.mark.slow
+def test_layouts_of_an_own_model_are_searched_in_several_processes(modules: Path, tmp_path: Path) -> None:
+    """Each of which imports the module."""
+    command = ["--job.config_file", "train_configs/debug_model.toml", *options("sandwich"), "--estimate.search"]
+    command += ["--estimate.world_size", "2", "--estimate.search_seconds", "5"]
+    command += ["--estimate.output", str(tmp_path / "layout.toml")]
+    found = run_command("torchtrain.estimate", *command, hook=partial(import_from, modules))
+    assert found.returncode == 0, found.stderr
+    match = re.search(r"; (\d+) simulated in .*; \d+ skipped for lack of time", found.stdout)
+    assert match
+    assert int(match[1]) > 1
+
+
 def test_commands_need_the_module_of_an_own_model(trained: tuple[str, Path], modules: Path) -> None:
     name, folder = trained
     command = [str(folder), "--prompt", "def ", "--max_new_tokens", "3", "--device", "cpu"]
