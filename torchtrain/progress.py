@@ -1,5 +1,6 @@
 """Progress of work that takes more than ten seconds: a bar in a terminal, otherwise a line in the log each minute."""
 
+import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -56,7 +57,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
             dynamic_ncols=True,
             leave=False,
             file=Stderr(),
-            disable=not logger.isEnabledFor(20),
+            disable=not logger.isEnabledFor(logging.INFO),
         )
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:

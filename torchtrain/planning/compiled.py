@@ -32,6 +32,12 @@ from torchtrain.torch_internals import (
     unset_fake_temporarily,
 )
 
+aten = torch.ops.aten
+FUSIBLE_COLLECTIVES = (
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+)
+
 
 def is_extern_kernel(node: fx.Node) -> bool:
     """Whether ``node`` is a library call or a collective, which Inductor does not fuse."""
@@ -183,13 +189,6 @@ def fused_kernels(graph: fx.Graph) -> list[FusedKernel]:
         sources[node] = {tensor_in_memory(node)}
         elements[node] = prod(shape_of(node))
     return kernels
-
-
-aten = torch.ops.aten
-FUSIBLE_COLLECTIVES = (
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-)
 
 
 def boundary_bytes(module: fx.GraphModule) -> int:
