@@ -7,18 +7,21 @@ import shutil
 import signal
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from unittest.mock import MagicMock, patch
 
 import pytest
 import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from forked_run import CONFIG, TINY, ForkedRun, finish, logged_losses, read_metrics, same_tensors, saved_tensors
+
+from terminal import Terminal
 
 import torchtrain.stages
 from torchtrain.checkpoint.resume_compatibility import (
@@ -27,9 +30,9 @@ from torchtrain.checkpoint.resume_compatibility import (
     config_of_saved_stage,
 )
 from torchtrain.comparison.fingerprints import read as read_fingerprints
-from torchtrain.config.parse import from_text, parse, to_toml
-from torchtrain.config.schema import JobConfig
-from torchtrain.config.stages import has_stages, stage_configs, tokens_after
+from torchtrain.config.parse import from_text, parse, to_dict, to_toml
+from torchtrain.config.schema import SAME_NUMBER, JobConfig, flat, key_of, registries_of
+from torchtrain.config.stages import has_stages, nested, set_options, stage_configs, tokens_after
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.tokenizers import load_tokenizer
@@ -177,6 +180,121 @@ def test_batch_sizes_by_tokens_are_stages() -> None:
     assert [config.job.stage for config in again] == ["batch 4", "batch 8 from 1K", "batch 4 from 1.5K"]
     option = ["--training.global_batch_size", "4, 8 at 1K", "--training.steps", "20", "--training.seq_len", "32"]
     assert [config.training.global_batch_size for config in stage_configs(parse(option))] == [4, 8]
+
+
+def batch_sizes(sizes: Sequence[int], begins: Sequence[int], total: int) -> dict[int, int]:
+    """The batch size of each step, by the definition: the last one whose number of tokens has been processed."""
+    step = tokens = 0
+    expected = {}
+    while tokens < total:
+        size = next(size for size, begin in reversed(list(zip(sizes, begins, strict=True))) if tokens >= begin)
+        step, tokens = step + 1, tokens + 32 * size
+        expected[step] = size
+    return expected
+
+
+def test_batch_sizes_begin_with_the_first_step_after_their_tokens() -> None:
+    """Increasing and decreasing ones, also where a batch has no step because the one before is larger."""
+    random = Random(0)
+    for _ in range(100):
+        sizes = [random.choice((1, 2, 4, 8, 16, 64)) for _ in range(random.randint(2, 5))]
+        begins = [0, *sorted(random.sample(range(100, 50_000), len(sizes) - 1))]
+        total = begins[-1] + random.randint(1, 10_000)
+        text = ", ".join(
+            f"{size} at {begin}" if begin else str(size) for size, begin in zip(sizes, begins, strict=True)
+        )
+        ramp = BASE.replace("global_batch_size = 4", f'global_batch_size = "{text}"\ntokens = "{total}"')
+        found, step = {}, 0
+        for config in resolved(ramp):
+            for step in range(step + 1, config.training.steps + 1):
+                found[step] = config.training.global_batch_size
+        assert found == batch_sizes(sizes, begins, total), text
+
+
+@pytest.mark.parametrize("base", ["4", '"4, 8 at 1K"'])
+def test_schedule_of_batch_sizes_in_a_stage_is_rejected(base: str) -> None:
+    text = BASE.replace("global_batch_size = 4", f"global_batch_size = {base}") + THREE
+    with pytest.raises(ConfigError) as error:
+        resolved(text.replace("global_batch_size = 2", 'global_batch_size = "16, 32 at 50K"'))
+    expected = "stages[2] (decay): training.global_batch_size = '16, 32 at 50K' must be a number; make each batch size"
+    assert (expected if base == "4" else "make each batch size a stage") in str(error.value)
+
+
+VALUES: dict[str, list[Any]] = {
+    "training.global_batch_size": ["2, 8 at 1K", 8],
+    "training.global_batch_size_schedule": ["2, 8 at 1K"],
+    "data.sources": [[{"path": "b"}]],
+    "validation.sources": [[{"path": "b"}]],
+    "optimizer.groups": [[{"params": "*", "lr_factor": 2.0}]],
+    "data.options": [{"a": 1}],
+    "optimizer.options": [{"adamw": {"a": 1}}],
+    "activation_checkpoint.selective_option": ["2"],
+    "model.shape.tied_embeddings": [True],
+}
+"""Values other than the default of options where a generic one is not valid."""
+
+
+def values_of(option: str, default: Any, hint: Any) -> Iterator[Any]:
+    """Candidates for a value of ``option`` other than its ``default``."""
+    yield from VALUES.get(option, ())
+    for part in (hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))):
+        if get_origin(part) is Literal:
+            yield from (choice for choice in get_args(part) if choice != default)
+    for registry in registries_of(hint):
+        yield from (name for name in registry if name != default)
+    if isinstance(default, bool) or "bool" in str(hint):
+        yield not default
+    if isinstance(default, (int, float)):
+        yield from (default + 1, default + 4, default / 2, 0.5, 1)
+    yield from (3, 0.25, "1K", "some text", ["some text"], [3])
+
+
+def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name, default and type of each option of ``section``, a dataclass."""
+    hints = get_type_hints(type(section), include_extras=True)
+    for option in fields(section):
+        name, default = f"{prefix}{key_of(option.name)}", getattr(section, option.name)
+        if is_dataclass(default):
+            yield from options_of(default, f"{name}.")
+        elif name != "stages":
+            yield name, default, hints[option.name]
+
+
+def test_every_option_in_a_stage_has_an_effect_or_is_rejected() -> None:
+    base = from_text(BASE + THREE, "test.toml")
+    rejected, in_effect = set(), set()
+    for option, default, hint in options_of(JobConfig()):
+        for value in values_of(option, default, hint):
+            table = {**base.stages[2], **nested({**set_options(base.stages[2]), option: value})}
+            try:
+                changed = flat(to_dict(stage_configs(replace(base, stages=(*base.stages[:2], table)))[2]))
+            except ConfigError:
+                rejected.add(option)
+                continue
+            own_source = changed["data.sources"][-1] if option.startswith("data.") and changed["data.sources"] else {}
+            found = [changed.get(option), own_source.get(option.removeprefix("data."))]
+            if option.endswith(".sources"):
+                found = [[{"path": changed[option][-1]["path"]}]]
+            assert value in found, (option, value)
+            in_effect.add(option)
+    assert {"training.seq_len", "checkpoint.interval", "checkpoint.interval_tokens", "optimizer.lr"} <= in_effect
+    assert {"training.global_batch_size_schedule", "job.dump_folder", "ema.enable"} <= rejected - in_effect
+    assert len(in_effect) > 80
+
+
+@pytest.mark.parametrize("pair", [("checkpoint.interval", 500), ("validation.interval", 500)])
+def test_number_of_a_stage_replaces_that_of_the_file_in_other_units(pair: tuple[str, int]) -> None:
+    """Also by the number that is the default."""
+    (in_steps, default), in_tokens = pair, f"{pair[0]}_tokens"
+    section = in_steps.partition(".")[0]
+    for of_file, of_stage, value in ((in_tokens, in_steps, default), (in_steps, in_tokens, "7K")):
+        base = from_text(BASE.replace("interval = 2\n", "") + THREE, "test.toml")
+        own = {of_file.partition(".")[2]: "9K" if of_file == in_tokens else 9}
+        config = replace(base, **{section: replace(getattr(base, section), **own)})
+        table = {**base.stages[2], **nested({**set_options(base.stages[2]), of_stage: value})}
+        changed = flat(to_dict(stage_configs(replace(config, stages=(*base.stages[:2], table)))[2]))
+        assert changed[of_stage] == value
+        assert changed[of_file] in ("", default)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +471,47 @@ def test_checkpoint_of_another_stage_is_not_resumed_from() -> None:
     for number, step in ((1, 9), (2, 10), (0, 11)):
         with pytest.raises(OtherStageError):
             check(stages[stage_of_step(stages, step - 1)], stages[number], step)
+
+
+# What is shown
+
+
+def test_stages_are_described_at_the_start_and_in_the_report(tmp_path: Path, sources: dict[str, str]) -> None:
+    """With the tokens, the steps, the rates and the epochs of the whole run, also where a later stage describes it."""
+    file = staged_config(tmp_path, sources)
+    terminal = Terminal(120)
+    options = ("--job.config_file", str(file), "--metrics.enable_report", "--metrics.log_freq", "1")
+    finish(tmp_path / "run", *options, ranks=1, hook=terminal.hook)
+    screen = terminal.close()
+    table = [
+        ("stage", "steps", "tokens", "batch", "length", "learning rate", "data"),
+        ("main", "1 to 3", "384", "4", "32", "0.005 to 0.01", "a 0.333, b 0.667"),
+        ("long", "4 to 6", "768", "4", "64", "0.01", "a 0.167, b 0.333, c 0.5"),
+        ("decay", "7 to 9", "192", "2", "32", "0.01 to 0.00333", "a 0.167, b 0.333, c 0.5"),
+    ]
+    lines = screen.splitlines()
+    (begin,) = (number for number, line in enumerate(lines) if "the stages of the run:" in line)
+    shown = [tuple(re.split(r"  +", line.strip())) for line in lines[begin + 1 : begin + 5]]
+    assert shown == table
+    report = (tmp_path / "run" / "report.md").read_text()
+    assert all(f"| {' | '.join(row)} |" in report for row in table)
+    total = [line for line in read_metrics(tmp_path / "run") if "loss" in line][-1]["tokens"]
+    assert total == 384 + 768 + 192
+    starts = [line for line in read_metrics(tmp_path / "run") if line.get("event") == "start"]
+    assert [(line["steps"], line["total_tokens"]) for line in starts] == [(9, total)] * 3
+    for letter, share in (("a", 384 / 3 + (768 + 192) / 6), ("c", (768 + 192) / 2)):
+        (source,) = (source for source in starts[-1]["sources"] if source["source"] == letter)
+        assert source["epochs"] == pytest.approx(share / source["tokens"])
+    texts = [dict(line["banner"]) for line in starts]
+    run = f"the run in 9 steps 1.34K, {total / starts[0]['parameters']:.2g} per parameter"
+    assert [text["batch"] for text in texts] == [
+        f"4 sequences, 128 tokens; {run}",
+        f"4 sequences, 256 tokens; {run}",
+        f"2 sequences, 64 tokens; {run}",
+    ]
+    assert texts[2]["stage"] == "decay (3 of 3): steps 7 to 9, 192 tokens"
+    assert texts[2]["schedule"] == "linear to 0 after step 9"
+    assert f"| batch | {texts[2]['batch']} |" in report
 
 
 # Runs

@@ -18,7 +18,7 @@ from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.parse import to_dict
 from torchtrain.config.schema import JobConfig, SourceConfig, flat
-from torchtrain.config.stages import nested, set_options, stage_configs
+from torchtrain.config.stages import batch_schedule, nested, set_options, stage_configs
 from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps, with_decay_ratio
 from torchtrain.datasets.builtin_sources import is_streamed, open_source
 from torchtrain.datasets.data_source import DataSource, SourceContext
@@ -30,6 +30,7 @@ from torchtrain.distributed.process_group import Rendezvous, destroy_process_gro
 from torchtrain.errors import CheckpointError, ConfigError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
+from torchtrain.metrics.stage_table import first_step, in_columns, stage_table
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -67,6 +68,9 @@ def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
         return [replace(own, stages=config.stages) for own, _ in resolved]
     tables = config.stages or tuple({} for _ in configs)
     ends = _last_steps(config, resolved)
+    # Only batches of a schedule, which have no tables, may have no step.
+    with_steps = [number for number, (before, end) in enumerate(itertools.pairwise([0, *ends])) if end > before]
+    resolved, ends = [resolved[number] for number in with_steps], [ends[number] for number in with_steps]
     warmup = _warmup_steps(config.lr_scheduler.warmup_tokens, resolved, ends)
     finished: list[JobConfig] = []
     for number, (own, model) in enumerate(resolved):
@@ -90,25 +94,36 @@ def _tokens_per_step(config: JobConfig) -> int:
 
 
 def _last_steps(config: JobConfig, resolved: Sequence[tuple[JobConfig, DecoderConfig]]) -> list[int]:
-    """The last step of each stage, counted from the beginning of the run."""
+    """The last step of each stage, counted from the beginning of the run.
+
+    A batch of a schedule of batch sizes begins with the first step that has at least its tokens before it. If that
+    step is also the first of the next one, or the end of the run, the batch has no step.
+    """
+    ramp = config.training.global_batch_size_schedule
+    borders = [begin for begin, _, _ in batch_schedule(ramp)[1:]] if ramp else []
     ends: list[int] = []
     step, tokens = 0, 0
     for number, (own, model) in enumerate(resolved):
         per_step, length = _tokens_per_step(own), own.training.steps
         has_length = not config.stages or {"steps", "tokens"} & config.stages[number].keys()
         if number == len(resolved) - 1 and (not has_length or not config.stages):
+            before = borders[-1] if borders else tokens  # without the tokens by which the last step exceeds the border
             if config.training.tokens:
-                left = parse_tokens(config.training.tokens, partial(count_parameters, model)) - tokens
-                length = tokens_to_steps(left, per_step) if left > 0 else 0
+                total = parse_tokens(config.training.tokens, partial(count_parameters, model))
+                length, ends_before = -(-(total - tokens) // per_step), total <= before
             else:
                 length = config.training.steps - step
-            if length <= 0:
+                ends_before = length <= 0
+            if ends_before:
                 given = config.training.tokens or config.training.steps
                 name = "tokens" if config.training.tokens else "steps"
                 raise ConfigError(
                     f"training.{name} = {given!r} ends before the last stage, {own.job.stage!r}, begins (after step "
                     f"{step}, {format_tokens(tokens)} tokens); raise it, or shorten the stages"
                 )
+        elif borders:
+            length = -(-(borders[number] - tokens) // per_step)
+        length = max(0, length)
         step, tokens = step + length, tokens + length * per_step
         ends.append(step)
     return ends
@@ -209,11 +224,12 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     stages = resolve_stages(config, resolve_and_validate)
     rendezvous = Rendezvous(config.comm.init_timeout_seconds)
     number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
+    logger.info("the stages of the run:\n%s", in_columns(stage_table(stages[number])))
     is_set_up = has_trained = False
     with ExitStack() as handlers:
         while True:
             stage = stages[number]
-            first = stages[number - 1].training.steps + 1 if number else 1
+            first = first_step(stage)
             logger.info(
                 "stage %r (%d of %d): steps %d to %d, %d sequences of %d tokens a step",
                 *(stage.job.stage, number + 1, len(stages), first, stage.training.steps),

@@ -284,8 +284,8 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     values, problems = {}, []
     for key, value in table.items():
         name = printable(prefix + key)
-        if name == BATCH_SIZE and isinstance(value, str):
-            key = BATCH_SCHEDULE.removeprefix(prefix)
+        if option_of_value(name, value) != name:
+            key = option_of_value(name, value).removeprefix(prefix)
         if key in names:
             try:
                 values[names[key]] = convert(hints[names[key]], value, name, checked)
@@ -305,6 +305,11 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     unchecked = section()
     vars(unchecked).update(values)  # without calling __post_init__, which checks the rules
     return unchecked
+
+
+def option_of_value(name: str, value: Any) -> str:
+    """The option that ``name = value`` sets: a text as the batch size is a schedule of batch sizes."""
+    return BATCH_SCHEDULE if name == BATCH_SIZE and isinstance(value, str) else name
 
 
 def renamed_to(key: str) -> str | None:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from torchtrain.config.parse import from_toml, to_dict
-from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, flat
+from torchtrain.config.parse import BATCH_SCHEDULE, from_toml, option_of_value, to_dict
+from torchtrain.config.schema import SAME_NUMBER, DataConfig, JobConfig, SourceConfig, flat
 from torchtrain.config.tokens import UNITS
 from torchtrain.errors import ConfigError
 
@@ -40,7 +40,6 @@ MUST_NOT_DIFFER = {
     "training.seed": "one seed determines the initial weights and the order of the data of the whole run",
     "training.steps": "the length of a stage is its own key steps or tokens",
     "training.tokens": "the length of a stage is its own key steps or tokens",
-    "training.global_batch_size_schedule": "each stage has one training.global_batch_size",
     "data.streams": "the position in streamed data is saved by stream",
     "lr_scheduler.total_steps": "the schedule of a stage ends with the stage",
     "lr_scheduler.total_tokens": "the schedule of a stage ends with the stage",
@@ -124,10 +123,10 @@ def _label(config: JobConfig, number: int) -> str:
 def _problems(config: JobConfig, number: int, resolved: bool) -> Iterable[str]:
     """What is wrong with the table of stage ``number``, besides the values of options."""
     table, label = config.stages[number], _label(config, number)
-    name = table.get("name")
-    if not (isinstance(name, str) and name):
+    own_name = table.get("name")
+    if not (isinstance(own_name, str) and own_name):
         yield f"{label}: name must be a text, such as name = 'long context'"
-    elif [other.get("name") for other in config.stages].count(name) > 1:
+    elif [other.get("name") for other in config.stages].count(own_name) > 1:
         yield f"{label}: another stage has this name; names of stages must differ"
     steps, tokens = table.get("steps"), table.get("tokens")
     if steps is not None and not (type(steps) is int and steps >= 1):
@@ -137,7 +136,11 @@ def _problems(config: JobConfig, number: int, resolved: bool) -> Iterable[str]:
     is_last = number == len(config.stages) - 1
     if steps is None and tokens is None and not is_last:
         yield f"{label}: set its length, steps or tokens; only the last stage may lack it, and then ends with the run"
-    for option in set_options(table):
+    for name, value in set_options(table).items():
+        option = option_of_value(name, value)
+        if option == BATCH_SCHEDULE:
+            yield f"{label}: {name} = {value!r} must be a number; make each batch size of a schedule a stage of its own"
+            continue
         if resolved and option in SET_BY_RESOLVING:
             continue
         for prefix in _prefixes(option):
@@ -209,8 +212,11 @@ def _merged(base: Mapping[str, Any], table: Mapping[str, Any], resolved: bool) -
     if "lr_scheduler" in table and not resolved:  # a schedule of its own
         options = {name: value for name, value in options.items() if not name.startswith("lr_scheduler.")}
         options["lr_scheduler.warmup_steps"] = 0
-        if "lr_scheduler.warmup_tokens" in changes:
-            del options["lr_scheduler.warmup_steps"]
+    if not resolved:
+        for pair in SAME_NUMBER.items():  # as an option of the command line replaces its counterpart in the file
+            for name, other in (pair, pair[::-1]):
+                if name in changes and other not in changes:
+                    options.pop(other, None)
     if not resolved and (table.get("steps") or table.get("tokens")):
         options.pop("training.tokens", None)
         options.pop("training.steps", None)
@@ -264,14 +270,12 @@ def _plain(source: SourceConfig) -> dict[str, Any]:
 STEP_OF_RAMP = re.compile(r"\s*([1-9][0-9]*)(?:\s+at\s+([0-9]+(?:\.[0-9]+)?)([KMBT]?))?\s*")
 
 
-def _ramp_to_stages(config: JobConfig) -> JobConfig:
-    """``config`` with a stage for each batch size of ``training.global_batch_size_schedule``."""
-    text = config.training.global_batch_size_schedule
-    if config.stages:
-        raise ConfigError(
-            f"training.global_batch_size = {text!r} and [[stages]] exclude each other: set "
-            "stages.training.global_batch_size"
-        )
+def batch_schedule(text: str) -> list[tuple[int, int, str]]:
+    """The batch sizes of ``training.global_batch_size_schedule``: tokens from which on each holds, size, name.
+
+    Raises:
+        ConfigError: ``text`` is no such schedule.
+    """
     parts = [STEP_OF_RAMP.fullmatch(part) for part in text.split(",")]
     tokens = [0 if part is None or part[2] is None else round(float(part[2]) * UNITS[part[3]]) for part in parts]
     if None in parts or parts[0] is None or parts[0][2] is not None or sorted(set(tokens)) != tokens:
@@ -279,13 +283,27 @@ def _ramp_to_stages(config: JobConfig) -> JobConfig:
             f"training.global_batch_size = {text!r} must be batch sizes with increasing numbers of tokens, from which "
             "on each holds, such as '256, 512 at 1B, 1024 at 10B'"
         )
-    stages: list[dict[str, Any]] = []
-    for number, part in enumerate(parts):
+    sizes = []
+    for begin, part in zip(tokens, parts, strict=True):
         assert part is not None
-        name = f"batch {part[1]} from {part[2]}{part[3]}" if number else f"batch {part[1]}"
-        table: dict[str, Any] = {"name": name, "training": {"global_batch_size": int(part[1])}}
-        if number + 1 < len(parts):
-            table["tokens"] = str(tokens[number + 1] - tokens[number])
+        sizes.append((begin, int(part[1]), f"batch {part[1]} from {part[2]}{part[3]}" if begin else f"batch {part[1]}"))
+    return sizes
+
+
+def _ramp_to_stages(config: JobConfig) -> JobConfig:
+    """``config`` with a stage for each batch size of ``training.global_batch_size_schedule``."""
+    text = config.training.global_batch_size_schedule
+    if config.stages:
+        raise ConfigError(
+            f"training.global_batch_size = {text!r} and [[stages]] exclude each other: make each batch size a stage, "
+            "and set training.global_batch_size to a number in each"
+        )
+    sizes = batch_schedule(text)
+    stages: list[dict[str, Any]] = []
+    for number, (begin, size, name) in enumerate(sizes):
+        table: dict[str, Any] = {"name": name, "training": {"global_batch_size": size}}
+        if number + 1 < len(sizes):
+            table["tokens"] = str(sizes[number + 1][0] - begin)
         stages.append(table)
     training = replace(config.training, global_batch_size_schedule="")
     return replace(config, training=training, stages=tuple(stages))

@@ -15,6 +15,7 @@ from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
 from torchtrain.metrics.recorder import duration
 from torchtrain.metrics.run_description import RunDescription
+from torchtrain.metrics.stage_table import stage_table
 from torchtrain.metrics.writers import samples_as_markdown
 
 REPORT, CURVES = "report.md", "curves.png"
@@ -39,7 +40,7 @@ def report_end(config: JobConfig, description: RunDescription, step: int, *, is_
             results.append(("checkpoints", f"{config.checkpoint.location(folder)}, the last one step-{step}"))
         if is_complete and config.metrics.enable_report:
             with BestEffort(REPORT):
-                write_report(folder, run, description, results, commands)
+                write_report(folder, run, description, results, commands, stage_table(config) if config.stages else ())
                 written = [("report", str(folder / REPORT))]
         rows = [*results, *written, *(("next", command) for command in commands)]
         logger.info("results of %s:\n%s", run.name, aligned(rows, terminal_width()))
@@ -127,8 +128,14 @@ def write_report(
     description: RunDescription,
     results: Sequence[tuple[str, str]],
     commands: Sequence[str],
+    stages: Sequence[Sequence[str]] = (),
 ) -> None:
-    """Write ``report.md`` to ``folder``, and ``curves.png`` beside it if matplotlib is installed."""
+    """Write ``report.md`` to ``folder``, and ``curves.png`` beside it if matplotlib is installed.
+
+    Args:
+        description: that of the last stage, if the run has stages.
+        stages: the rows of ``stage_table``; empty if the run has none.
+    """
     lines = [f"# {run.name}", "", *_table(results), ""]
     if importlib.util.find_spec("matplotlib") is not None:
         with BestEffort(CURVES):
@@ -142,7 +149,10 @@ def write_report(
         for name in (name for name in line if name.endswith("_samples") and isinstance(line[name], list)):
             weights = " with the averaged weights" if "ema" in name else ""
             lines += [f"## Samples after step {line['step']:,}{weights}", "", samples_as_markdown(line[name])]
-    lines += ["## The run", "", f"`{description.title}`", "", *_table(description.rows), ""]
+    if stages:
+        lines += ["## Stages", "", *_table(stages[1:], stages[0]), ""]
+    lines += ["## The last stage" if stages else "## The run", "", f"`{description.title}`", ""]
+    lines += [*_table(description.rows), ""]
     if run.faults:
         lines += ["## Events", "", "| step | event |", "| --- | --- |"]
         lines += [f"| {step} | {event.replace('_', ' ')} |" for step, event in run.faults]
@@ -153,6 +163,7 @@ def write_report(
         file.write("\n".join(lines).encode())
 
 
-def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> list[str]:
     """Rows as a table of Markdown."""
-    return ["| | |", "| --- | --- |", *(f"| {label} | {text.replace('|', chr(92) + '|')} |" for label, text in rows)]
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]

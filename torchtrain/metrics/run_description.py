@@ -13,6 +13,7 @@ import torch
 
 from torchtrain import __version__
 from torchtrain.config.schema import JobConfig
+from torchtrain.config.stages import tokens_after
 from torchtrain.config.tokens import format_tokens
 from torchtrain.cpu.build import has_batched_attention_backward
 from torchtrain.datasets.data_source import DataSource, SourceSize
@@ -21,6 +22,7 @@ from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import rank, world_size
 from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
+from torchtrain.metrics.stage_table import first_step, stages_of
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import attention_backend_name
@@ -61,12 +63,13 @@ def describe_run(
     training = config.training
     rows_per_step = training.global_batch_size
     tokens_per_step = rows_per_step * training.seq_len
-    total = tokens_per_step * training.steps
+    steps = stages_of(config)[-1].training.steps
+    total = tokens_after(config, steps)
     parameters = count_parameters(model)
-    length = f"in {training.steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
+    length = f"in {steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
     layout = {axis: degree for axis, degree in asdict(dims).items() if degree > 1}
     family = config.model.hf_folder or f"{model.family} {config.model.flavor}".strip()
-    data = describe_sources(config, sources, tokenizer, total)
+    data = describe_sources(config, sources, tokenizer)
     rows = [
         ("versions", f"torchtrain {__version__}, PyTorch {torch.__version__}, Python {platform.python_version()}"),
         ("devices", _devices(device, layout)),
@@ -76,7 +79,11 @@ def describe_run(
         ),
         *(("data", text) for text in _source_rows(data)),
         ("validation", _validation(config)),
-        ("batch", f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {length}"),
+        *_stage(config),
+        (
+            "batch",
+            f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {'the run ' * bool(config.stages)}{length}",
+        ),
         ("optimizer", _optimizer(config)),
         ("schedule", _schedule(config)),
         ("precision", _precision(config, model, device, dims)),
@@ -92,7 +99,8 @@ def describe_run(
         "vocab_size": model.vocab_size,
         "seq_len": training.seq_len,
         "tokens_per_step": tokens_per_step,
-        "steps": training.steps,
+        "steps": steps,
+        "total_tokens": total,
         "layout": layout,
         "sources": data,
         "banner": [[label, text] for label, text in rows],
@@ -100,29 +108,41 @@ def describe_run(
     return RunDescription(title, rows, record)
 
 
-def describe_sources(
-    config: JobConfig, sources: Sequence[DataSource], tokenizer: Tokenizer, total_tokens: int
-) -> list[dict[str, Any]]:
-    """For each source its label, weight, size, and the epochs that the run reads of it; None where unknown."""
-    weights = [source.weight for source in config.data.all]
+def describe_sources(config: JobConfig, sources: Sequence[DataSource], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """For each source its label, share, size, and the epochs that the run reads of it; None where unknown.
+
+    The share is that of the stage with ``config``; the epochs are those of all stages.
+    """
     described = []
-    for source_config, source, weight in zip(config.data.all, sources, weights, strict=True):
+    for number, (source_config, source) in enumerate(zip(config.data.all, sources, strict=True)):
         size = SourceSize()
         if rank() == 0:
             with BestEffort(f"the size of {source.name}"):
                 size = source.size(tokenizer)
-        share = weight / sum(weights)
+        tokens = sum(_share(own, number) * _tokens(own) for own in stages_of(config))
         described.append(
             {
                 "source": source_config.label or source_config.source_type,
-                "share": share,
+                "share": _share(config, number),
                 "tokens": size.tokens,
                 "tokens_are_an_estimate": size.is_estimate,
                 "bytes": size.text_bytes,
-                "epochs": share * total_tokens / size.tokens if size.tokens else None,
+                "epochs": tokens / size.tokens if size.tokens else None,
             }
         )
     return described
+
+
+def _share(config: JobConfig, number: int) -> float:
+    """The share of source ``number`` in the tokens of the stage with ``config``; 0 if only later stages have it."""
+    weights = [source.weight for source in config.data.all]
+    return weights[number] / sum(weights) if number < len(weights) else 0.0
+
+
+def _tokens(config: JobConfig) -> int:
+    """The tokens of the stage with ``config``, or of a run without stages."""
+    training = config.training
+    return (training.steps + 1 - first_step(config)) * training.global_batch_size * training.seq_len
 
 
 def _source_rows(sources: Sequence[dict[str, Any]]) -> list[str]:
@@ -153,6 +173,15 @@ def _devices(device: torch.device, layout: dict[str, int]) -> str:
     return f"{name}, {ranks} rank{'s' * (ranks > 1)}{machines}{f': {axes}' if axes else ''}"
 
 
+def _stage(config: JobConfig) -> list[tuple[str, str]]:
+    """The row of a stage; none for a run without stages."""
+    if not config.stages:
+        return []
+    number = [table["name"] for table in config.stages].index(config.job.stage) + 1
+    steps = f"steps {first_step(config):,} to {config.training.steps:,}, {format_tokens(_tokens(config))} tokens"
+    return [("stage", f"{config.job.stage} ({number} of {len(config.stages)}): {steps}")]
+
+
 def _validation(config: JobConfig) -> str:
     options = config.validation
     if not options.enable:
@@ -179,7 +208,7 @@ def _schedule(config: JobConfig) -> str:
     stable = phases.total - phases.warmup - phases.decay
     constant = f"constant for {stable:,} steps, then " if stable else ""
     last = f"{config.optimizer.lr * phases.min_lr_factor:g}"
-    return f"{warmup}{constant}{options.decay_type} to {last} after step {phases.total:,}"
+    return f"{warmup}{constant}{options.decay_type} to {last} after step {options.start_step + phases.total:,}"
 
 
 def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, dims: ParallelDims) -> str:
