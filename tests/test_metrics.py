@@ -24,7 +24,7 @@ from torchtrain.metrics import stragglers
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.loss_by_source import LossBySource
 from torchtrain.metrics.profiler import Profiler
-from torchtrain.metrics.recorder import MetricsRecorder, duration, format_line, peak_memory_gib
+from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, step_words
 from torchtrain.metrics.report import write_report
 from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.stragglers import StragglerWatch
@@ -313,9 +313,17 @@ def test_peak_flops_are_not_those_of_a_gpu_whose_name_is_a_substring() -> None:
 def test_log_line_has_the_remaining_time() -> None:
     line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "data_wait_fraction"), 1.0)
     line |= {"step": 10, "tokens": 20480, "step_seconds": 2.0, "mfu": None}
-    assert "step  10/100  20.5K tokens" in format_line(line, 100, colour=False)
-    assert format_line(line, 100, colour=False).endswith("3m00s left")
-    assert "left" not in format_line({**line, "step": 100}, 100, colour=False)
+
+    def text(line: dict[str, Any], width: int | None = None) -> str:
+        return "  ".join(word for _, word in step_words(line, 100, width))
+
+    assert text(line).startswith("step  10/100  20.5K tokens  loss 1.0000  grad norm 1.000  lr 1.00e+00  1 tokens/s")
+    assert text(line).endswith("2.000 s/step  1.00 GiB  data wait 100.0%  3m00s left")
+    assert "left" not in text({**line, "step": 100})
+    assert text(line, 70) == "step  10/100  loss 1.0000  grad norm 1.000  1 tokens/s  3m00s left"
+    assert text(line, 5) == "step  10/100  loss 1.0000"
+    large = {**line, "tokens_per_second": 1e6, "tokens": 1.05e12, "mfu": 0.5, "step": 1}
+    assert len("  ".join(word for _, word in step_words(large, 1_000_000, 111))) <= 111
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
 
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from forked_run import CONFIG, TINY, ForkedRun, finish, logged_losses, read_metrics, same_tensors, saved_tensors
-
 from terminal import Terminal
 
 import torchtrain.stages
@@ -31,7 +30,7 @@ from torchtrain.checkpoint.resume_compatibility import (
 )
 from torchtrain.comparison.fingerprints import read as read_fingerprints
 from torchtrain.config.parse import from_text, parse, to_dict, to_toml
-from torchtrain.config.schema import SAME_NUMBER, JobConfig, flat, key_of, registries_of
+from torchtrain.config.schema import JobConfig, flat, key_of, registries_of
 from torchtrain.config.stages import has_stages, nested, set_options, stage_configs, tokens_after
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
@@ -204,9 +203,9 @@ def test_batch_sizes_begin_with_the_first_step_after_their_tokens() -> None:
             f"{size} at {begin}" if begin else str(size) for size, begin in zip(sizes, begins, strict=True)
         )
         ramp = BASE.replace("global_batch_size = 4", f'global_batch_size = "{text}"\ntokens = "{total}"')
-        found, step = {}, 0
+        found: dict[int, int] = {}
         for config in resolved(ramp):
-            for step in range(step + 1, config.training.steps + 1):
+            for step in range(len(found) + 1, config.training.steps + 1):
                 found[step] = config.training.global_batch_size
         assert found == batch_sizes(sizes, begins, total), text
 
@@ -237,9 +236,9 @@ VALUES: dict[str, list[Any]] = {
 def values_of(option: str, default: Any, hint: Any) -> Iterator[Any]:
     """Candidates for a value of ``option`` other than its ``default``."""
     yield from VALUES.get(option, ())
-    for part in (hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))):
-        if get_origin(part) is Literal:
-            yield from (choice for choice in get_args(part) if choice != default)
+    parts = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
+    for choices in [get_args(part) for part in parts if get_origin(part) is Literal]:
+        yield from (choice for choice in choices if choice != default)
     for registry in registries_of(hint):
         yield from (name for name in registry if name != default)
     if isinstance(default, bool) or "bool" in str(hint):

@@ -21,6 +21,7 @@ from torchtrain.config.schema import (
     JobSection,
     LRSchedulerConfig,
     SourceConfig,
+    TrainingConfig,
 )
 from torchtrain.datasets.data_source import SourceSize
 from torchtrain.logging import aligned
@@ -74,8 +75,10 @@ def test_screen_of_a_new_run_and_of_a_resumed_one(
         assert [line[:15].strip() for line in lines[1:] if line[:15].strip()] == LABELS
         assert all(line[14] == " " and line[15] != " " for line in lines[1:]), "texts are aligned"
         assert lines[-1] == f"  start        {start}"
+        assert "\\x1b" not in screen
         if columns is not None:
             assert max(map(len, lines)) <= columns
+            assert max(len(line) for line in screen.splitlines() if " step " in line) <= columns
         # PyTorch is imported, the ranks connect and data are opened between these two lines.
         assert f"torchtrain {__version__}, run/test.toml: importing PyTorch" in screen.splitlines()[0]
     starts = [line for line in read_metrics(Path("run")) if line.get("event") == "start"]
@@ -101,6 +104,22 @@ def test_screen_of_two_ranks_is_that_of_one(tmp_path: Path, columns: int | None)
     assert sum("importing PyTorch" in line for line in screen.splitlines()) == 1, "rank 0 alone logs"
 
 
+@pytest.mark.parametrize(
+    ("variables", "is_colored"),
+    [({}, True), ({"CI": "1"}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_step_lines_are_colored_only_where_the_terminal_shows_it(
+    tmp_path: Path, variables: dict[str, str], is_colored: bool
+) -> None:
+    terminal = Terminal(140, **variables)
+    finish(tmp_path, "--training.steps", "1", ranks=1, hook=terminal.hook)
+    screen = terminal.close_raw()
+    (line,) = (line for line in screen.splitlines() if "loss" in line and "grad norm" in line)
+    step = "\x1b[36mstep 1/1\x1b[0m  \x1b[36m128 tokens\x1b[0m" if is_colored else "step 1/1  128 tokens"
+    assert re.match(rf"[0-9:]{{8}} {re.escape(step)}  ", line), repr(line)
+    assert ("\x1b" in screen) is is_colored
+
+
 def test_first_line_is_logged_before_torch_is_imported() -> None:
     found = subprocess.run([sys.executable, "-c", PREPARE_IMPORTS], capture_output=True, text=True, check=True)
     assert found.stdout == "False outputs/debug_model\n"
@@ -122,9 +141,12 @@ class Sized:
 def test_sources_have_their_weight_size_and_epochs() -> None:
     """The epochs of a source: the tokens that the run reads from it, by its weight, over those that it has."""
     weights = {"books": 1.0, "web": 3.0, "code": 1.0}
-    config = JobConfig(data=DataConfig(sources=tuple(SourceConfig(path=p, weight=w) for p, w in weights.items())))
+    config = JobConfig(
+        data=DataConfig(sources=tuple(SourceConfig(path=p, weight=w) for p, w in weights.items())),
+        training=TrainingConfig(global_batch_size=5, seq_len=20, steps=100),
+    )
     sizes = [SourceSize(1000, 5000), SourceSize(4_100_000, 12_000_000, is_estimate=True), SourceSize()]
-    found = describe_sources(config, [Sized(size) for size in sizes], None, 10_000)  # type: ignore
+    found = describe_sources(config, [Sized(size) for size in sizes], None)  # type: ignore
     assert [source["epochs"] for source in found] == [2.0, pytest.approx(6000 / 4_100_000), None]
     assert _source_rows(found[:2]) == [
         "web: weight 0.6, 12 MB, about 4.1M tokens, under 0.01 epochs",

@@ -1,20 +1,32 @@
-"""Logging to stderr: one line per event from the ranks in ``LOG_RANK``, errors from all."""
+"""Logging to stderr: one line per event from the ranks in ``LOG_RANK``, errors from all.
+
+Only ``log_in_color`` writes escape sequences, and only to a terminal that shows colors.
+"""
 
 import logging
 import os
 import sys
 import textwrap
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 
 logger = logging.getLogger("torchtrain")
 
 
-class _PlainFormatter(logging.Formatter):
-    """Escapes control characters as ``repr`` does, so that a quoted file name cannot send commands to the terminal."""
+TIME_FORMAT = "%H:%M:%S"
+
+
+class _Formatter(logging.Formatter):
+    """Escapes control characters as ``repr`` does, so that a quoted file name cannot send commands to the terminal.
+
+    The colors of ``log_in_color`` are added afterwards.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
+        text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
+        colored: str | None = getattr(record, "colored", None)
+        return text if colored is None else text.replace(record.message, colored)
 
 
 def init_logging() -> None:
@@ -24,11 +36,23 @@ def init_logging() -> None:
     handler = logging.StreamHandler(sys.stderr)
     # Ignore that a terminal or a log file cannot be written: it must not end a run.
     handler.handleError = lambda record: None  # type: ignore[method-assign]  # noqa: ARG005
-    prefix = "" if shown == [rank] else f"[rank {rank}] "
-    handler.setFormatter(_PlainFormatter(f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S"))
+    handler.setFormatter(_Formatter(f"%(asctime)s {_rank_prefix()}%(message)s", datefmt=TIME_FORMAT))
     logger.handlers[:] = [handler]
     logger.setLevel(logging.INFO if rank in shown else logging.ERROR)
     logger.propagate = False
+
+
+def _rank_prefix() -> str:
+    """What precedes the messages of this rank, if it is not the only one that logs."""
+    rank = os.environ.get("RANK", "0")
+    return "" if os.environ.get("LOG_RANK", "0").split(",") == [rank] else f"[rank {rank}] "
+
+
+def log_in_color(words: Sequence[tuple[str, str]]) -> None:
+    """Log a line of words, given with the numbers of their colors (ECMA-48; "0" for none)."""
+    plain = "  ".join(text for _, text in words)
+    colored = "  ".join(text if color == "0" else f"\033[{color}m{text}\033[0m" for color, text in words)
+    logger.info("%s", plain, extra={"colored": colored} if terminal_has_colors() else {})
 
 
 class BestEffort(AbstractContextManager["BestEffort"]):
@@ -62,6 +86,22 @@ def terminal_width() -> int | None:
         return os.get_terminal_size(sys.stderr.fileno()).columns or None
     except (AttributeError, OSError, ValueError):  # no terminal, no file, or closed
         return None
+
+
+def message_width() -> int | None:
+    """Columns that a message of the log may have so that its line is not wrapped; None where nothing is wrapped."""
+    width = terminal_width()
+    return None if width is None else width - len(f"{time.strftime(TIME_FORMAT)} {_rank_prefix()}")
+
+
+def is_dumb_terminal() -> bool:
+    """Whether the terminal says that it has neither colors nor a cursor that moves (``TERM=dumb``)."""
+    return os.environ.get("TERM") == "dumb"
+
+
+def terminal_has_colors() -> bool:
+    """Whether the log is written to a terminal in color; ``NO_COLOR`` turns colors off (https://no-color.org)."""
+    return terminal_width() is not None and not is_dumb_terminal() and not os.environ.get("NO_COLOR")
 
 
 def aligned(rows: Iterable[tuple[str, str]], width: int | None = None) -> str:

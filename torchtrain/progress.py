@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from torchtrain.logging import logger, terminal_width
+from torchtrain.logging import is_dumb_terminal, logger, terminal_width
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     monitor_interval = 0  # without tqdm's thread
 
     def __init__(self, what: str, total: int | None) -> None:
-        self._has_terminal = terminal_width() is not None
+        self._has_terminal = terminal_width() is not None and not is_dumb_terminal()
         amount = "{percentage:.0f}% of {total_fmt}B" if total else "{n_fmt}B"
         left = ", {remaining} left" if total else ""
         bar = "|{bar}|" if self._has_terminal and total else ""

@@ -19,7 +19,7 @@ from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.parse import to_dict
 from torchtrain.config.schema import JobConfig, SourceConfig, flat
 from torchtrain.config.stages import batch_schedule, nested, set_options, stage_configs
-from torchtrain.config.tokens import format_tokens, parse_tokens, tokens_to_steps, with_decay_ratio
+from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
 from torchtrain.datasets.builtin_sources import is_streamed, open_source
 from torchtrain.datasets.data_source import DataSource, SourceContext
 from torchtrain.datasets.order import number_of_readers

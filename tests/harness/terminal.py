@@ -5,24 +5,36 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 
-def use_terminal(path: str) -> None:
-    """A hook of a forked process: its standard error becomes the terminal ``path``."""
-    os.dup2(os.open(path, os.O_RDWR | os.O_NOCTTY), 2)
+def use_terminal(path: str, environment: Mapping[str, str]) -> None:
+    """A hook of a forked process: its output becomes the terminal ``path``; variables of the terminal are set."""
+    terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
+    for descriptor in (1, 2):
+        os.dup2(terminal, descriptor)
+    # Python's own objects are of the file that the descriptors were before.
+    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    for name in ("TERM", "NO_COLOR", "CI"):
+        os.environ.pop(name, None)
+    os.environ.update(environment)
 
 
 class Terminal:
-    """A terminal of ``columns``; pass ``hook`` to the process, and call ``close`` when it has ended."""
+    """A terminal of ``columns``; pass ``hook`` to the process, and call ``close`` when it has ended.
 
-    def __init__(self, columns: int) -> None:
+    ``variables``: those of the environment that change what a terminal shows, such as ``NO_COLOR``.
+    """
+
+    def __init__(self, columns: int, **variables: str) -> None:
         self.master, self.slave = pty.openpty()
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-        self.hook: Callable[[], None] = partial(use_terminal, os.ttyname(self.slave))
+        environment = {"TERM": "xterm-256color", **variables}
+        self.hook: Callable[[], None] = partial(use_terminal, os.ttyname(self.slave), environment)
         self._content = b""
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -39,7 +51,11 @@ class Terminal:
 
     def close(self) -> str:
         """Close the terminal; returns its text without colors."""
+        return re.sub(r"\x1b\[[0-9;]*m", "", self.close_raw())
+
+    def close_raw(self) -> str:
+        """Close the terminal; returns its text with escape sequences."""
         os.close(self.slave)
         self._thread.join(timeout=30)
         os.close(self.master)
-        return re.sub(r"\x1b\[[0-9;]*m", "", self._content.decode().replace("\r\n", "\n"))
+        return self._content.decode().replace("\r\n", "\n")

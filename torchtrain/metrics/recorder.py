@@ -27,7 +27,7 @@ from torchtrain.config.schema import MetricsConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.errors import TorchtrainError
-from torchtrain.logging import BestEffort, aligned, logger, terminal_width
+from torchtrain.logging import BestEffort, aligned, log_in_color, logger, message_width, terminal_width
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.validation_log import format_validation
@@ -177,7 +177,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             line |= metrics.metrics()
         if self.writers is not None:
             self.writers.write(line)
-            logger.info("%s", format_line(line, self.last_step, colour=sys.stderr.isatty()))
+            log_in_color(step_words(line, self.last_step, message_width()))
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
@@ -228,23 +228,32 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             metrics.restart()
 
 
-def format_line(line: dict[str, Any], last_step: int, *, colour: bool) -> str:
-    """Metrics as a line of the log."""
+def step_words(line: dict[str, Any], last_step: int, width: int | None) -> list[tuple[str, str]]:
+    """Metrics as the words of a line of the log, two spaces apart, each with the number of its color.
+
+    If they exceed ``width``, the least important ones are left out; ``metrics.jsonl`` has all of them.
+    """
+    # What is left out first has the highest number.
     words = [
-        ("36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
-        ("36", f"{format_tokens(line['tokens'])} tokens"),
-        ("32", f"loss {line['loss']:.4f}"),
-        ("33", f"grad norm {line['grad_norm']:.3f}"),
-        ("0", f"lr {line['lr']:.2e}"),
-        ("34", f"{line['tokens_per_second']:,.0f} tokens/s"),
-        *([] if line["mfu"] is None else [("34", f"MFU {line['mfu']:.1%}")]),
-        ("0", f"{line['step_seconds']:.3f} s/step"),
-        ("35", f"{line['memory_gib']:.2f} GiB"),
-        ("0", f"data wait {line['data_wait_fraction']:.1%}"),
+        (0, "36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
+        (5, "36", f"{format_tokens(line['tokens'])} tokens"),
+        (0, "32", f"loss {line['loss']:.4f}"),
+        (1, "33", f"grad norm {line['grad_norm']:.3f}"),
+        (4, "0", f"lr {line['lr']:.2e}"),
+        (2, "34", f"{line['tokens_per_second']:,.0f} tokens/s"),
+        *([] if line["mfu"] is None else [(3, "34", f"MFU {line['mfu']:.1%}")]),
+        (7, "0", f"{line['step_seconds']:.3f} s/step"),
+        (6, "35", f"{line['memory_gib']:.2f} GiB"),
+        (8, "0", f"data wait {line['data_wait_fraction']:.1%}"),
     ]
     if line["step"] < last_step:
-        words.append(("0", f"{duration((last_step - line['step']) * line['step_seconds'])} left"))
-    return "  ".join(f"\033[{code}m{word}\033[0m" if colour else word for code, word in words)
+        words.append((1, "0", f"{duration((last_step - line['step']) * line['step_seconds'])} left"))
+    while width is not None and sum(len(text) + 2 for _, _, text in words) - 2 > width:
+        least = max(rank for rank, _, _ in words)
+        if least == 0:
+            break
+        words = [word for word in words if word[0] != least]
+    return [(color, text) for _, color, text in words]
 
 
 def duration(seconds: float) -> str:
