@@ -66,7 +66,8 @@ def describe_run(
     steps = stages_of(config)[-1].training.steps
     total = tokens_after(config, steps)
     parameters = count_parameters(model)
-    length = f"{'the run ' * bool(config.stages)}in {steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
+    whose = "the run " * bool(config.stages)
+    length = f"{whose}in {steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
     layout = {axis: degree for axis, degree in asdict(dims).items() if degree > 1}
     family = config.model.hf_folder or f"{model.family} {config.model.flavor}".strip()
     data = describe_sources(config, sources, tokenizer)
@@ -82,7 +83,7 @@ def describe_run(
         *_stage(config),
         (
             "batch",
-            f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {'the run ' * bool(config.stages)}{length}",
+            f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {length}",
         ),
         ("optimizer", _optimizer(config)),
         ("schedule", _schedule(config)),
