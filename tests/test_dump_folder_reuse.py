@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from forked_run import ForkedRun, finish, patched_loss
 
-from torchtrain.metrics.writers import rename_files_of_other_run
+from torchtrain.metrics.writers import numbered, rename_files_of_other_run
 
 OFF = ("--checkpoint.no-enable", "--metrics.enable_tensorboard", "--training.steps")
 ON = ("--checkpoint.interval", "1000", "--metrics.enable_tensorboard", "--training.steps")
@@ -24,7 +24,7 @@ def files(folder: Path) -> set[str]:
 
 
 def names_of_run(number: int | None) -> set[str]:
-    return {f"{name}{f'.{number}' if number else ''}" for name in ("config.toml", "metrics.jsonl", "tensorboard")}
+    return {numbered(name, number or 0) for name in ("config.toml", "metrics.jsonl", "tensorboard")}
 
 
 def test_each_run_in_a_folder_has_its_own_files(tmp_path: Path) -> None:
@@ -33,9 +33,9 @@ def test_each_run_in_a_folder_has_its_own_files(tmp_path: Path) -> None:
     (events_file,) = (tmp_path / "tensorboard").iterdir()
     shown = events_file.read_bytes()
     output = finish(tmp_path, *OFF, "2", ranks=1)  # another run without checkpoints
-    assert "files of another run: config.toml, metrics.jsonl, tensorboard are renamed to end with .1" in output
-    assert (tmp_path / "metrics.jsonl.1").read_bytes() == first
-    assert "seed = 7" in (tmp_path / "config.toml.1").read_text()
+    assert "files of another run: they are renamed to config.1.toml, metrics.1.jsonl, tensorboard.1" in output
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == first
+    assert "seed = 7" in (tmp_path / "config.1.toml").read_text()
     assert [path.read_bytes() for path in (tmp_path / "tensorboard.1").iterdir()] == [shown]
     assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2]
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
@@ -47,10 +47,26 @@ def test_each_run_in_a_folder_has_its_own_files(tmp_path: Path) -> None:
     assert files(tmp_path) == names_of_run(None) | names_of_run(1) | names_of_run(2)
 
     finish(tmp_path, *OFF, "1", ranks=1)  # it is resumed again after another run
+    assert events(tmp_path / "metrics.3.jsonl") == ["start", 1, 2, "start", 3, 4]
     finish(tmp_path, *ON, "5", ranks=1)
-    assert events(tmp_path / "metrics.jsonl.3") == ["start", 1, 2, "start", 3, 4]
-    assert events(tmp_path / "metrics.jsonl.4") == ["start", 1]
-    assert events(tmp_path / "metrics.jsonl") == ["start", 5]
+    assert events(tmp_path / "metrics.4.jsonl") == ["start", 1]
+    assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2, "start", 3, 4, "start", 5]
+
+
+def test_files_of_a_complete_run_come_back_after_another_run_in_its_folder(tmp_path: Path) -> None:
+    """With links of reports to their own curves."""
+    report = ("--metrics.enable_report", "--training.steps")
+    finish(tmp_path, *report, "2", ranks=1)
+    first = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "curves.png", "report.md")}
+    finish(tmp_path, *report, "1", "--checkpoint.folder", "other", ranks=1)
+    assert "![Curves of the run](curves.1.png)" in (tmp_path / "report.1.md").read_text()
+    assert (tmp_path / "curves.1.png").read_bytes() == first["curves.png"]
+    assert "![Curves of the run](curves.png)" in (tmp_path / "report.md").read_text()
+    output = finish(tmp_path, *report, "2", ranks=1)
+    assert "the run is complete: step 2 of 2" in output
+    assert {name: (tmp_path / name).read_bytes() for name in first} == first
+    assert "![Curves of the run](curves.2.png)" in (tmp_path / "report.2.md").read_text()
+    assert not (tmp_path / "metrics.1.jsonl").exists()
 
 
 def nan_in_step_3() -> Any:
@@ -61,7 +77,7 @@ def test_run_that_ended_before_its_first_checkpoint_keeps_its_files(tmp_path: Pa
     run = ForkedRun(tmp_path, *ON, "4", "--faults.on_nonfinite", "stop", ranks=1, hook=nan_in_step_3)
     assert run.wait() == [2]
     finish(tmp_path, *ON, "4", ranks=1)
-    assert not (tmp_path / "metrics.jsonl.1").exists()
+    assert not (tmp_path / "metrics.1.jsonl").exists()
     assert events(tmp_path / "metrics.jsonl").count("start") == 2
 
 
@@ -70,9 +86,11 @@ def test_files_without_a_run_id_belong_to_the_run_if_it_resumes(tmp_path: Path, 
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "start"}\n{"step": 1, "loss": 2.0}\n{"step": 2, "ev')
     (tmp_path / "wandb_id").write_text("abc")
     (tmp_path / "wandb_id.11").write_text("older")
+    (tmp_path / "notes.13.md").write_text("of a user")
     (tmp_path / "fingerprints").mkdir()
     rename_files_of_other_run(tmp_path, "x", resumed)
     kept = {"metrics.jsonl", "wandb_id", "fingerprints"}
-    assert files(tmp_path) == {"wandb_id.11"} | (kept if resumed else {f"{name}.12" for name in kept})
+    others = {"wandb_id.11", "notes.13.md"}
+    assert files(tmp_path) == others | (kept if resumed else {numbered(name, 12) for name in kept})
     rename_files_of_other_run(tmp_path / "new", "x", resumed)
     assert not (tmp_path / "new").exists()

@@ -6,10 +6,10 @@ one part at a time is in memory.
 
 import gzip
 import io
-import shutil
+import json
 import tarfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -125,16 +125,59 @@ def read_metrics(checkpoint: StoredCheckpoint) -> bytes:
 
 
 def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
-    """Write the metrics in ``checkpoint`` to ``dump_folder``, unless it has metrics already."""
-    if (dump_folder / METRICS).exists():
-        return
-    with ExitStack() as at_the_end:
-        for name, content in _read_outputs(checkpoint):
-            file = dump_folder / name
+    """Add the metrics in ``checkpoint`` to those in ``dump_folder``, which may be of other starts of the same run.
+
+    They are, if the run was continued on another machine in between. Files that only one of both has are kept, and of
+    two of the same name the larger one, except for metrics.jsonl (``merge_metrics``), and for the id of the W&B run,
+    where the checkpoint is newer.
+    """
+    restored = False
+    for name, file_in_archive in _read_outputs(checkpoint):
+        file, content = dump_folder / name, file_in_archive.read()
+        own = file.read_bytes() if file.exists() else b""
+        if name == METRICS:
+            content = merge_metrics(own, content)
+        elif name != "wandb_id":
+            content = max(own, content, key=len)
+        if content != own or not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            with ExitStack() as now:
-                # It marks all as restored, so it gets its name last.
-                written = (at_the_end if name == METRICS else now).enter_context(atomic_write(file))
-                shutil.copyfileobj(content, written)
-    if (dump_folder / METRICS).exists():
-        logger.info(f"{dump_folder} has no metrics: restored those in {checkpoint}")
+            with atomic_write(file) as written:
+                written.write(content)
+            restored = True
+    if restored:
+        logger.info(f"{dump_folder} lacked metrics of other starts of the run: they are those in {checkpoint}")
+
+
+def merge_metrics(own: bytes, other: bytes) -> bytes:
+    """The lines of two metrics.jsonl of one run, in the order in which they were written.
+
+    Each process begins with an event "start", which has the generation of its writer lease. Where both have the lines
+    of a process, those of one continue those of the other.
+    """
+    for shorter, longer in ((own, other), (other, own)):
+        if longer.startswith(shorter):
+            return longer
+    processes: dict[bytes, list[bytes]] = {}
+    for content in (own, other):
+        for start, lines in _by_process(content):
+            processes[start] = max(processes.get(start, []), lines, key=len)
+    return b"".join(line for start in sorted(processes, key=_order) for line in processes[start])
+
+
+def _by_process(content: bytes) -> Iterator[tuple[bytes, list[bytes]]]:
+    """The event "start" of each process, and the lines of the process, from this one on."""
+    start, lines = b"", list[bytes]()
+    for line in content.removesuffix(b"\n").split(b"\n"):
+        if b'"event": "start"' in line:
+            yield start, lines
+            start, lines = line, []
+        lines.append(line + b"\n")
+    yield start, lines
+
+
+def _order(start: bytes) -> tuple[int, float]:
+    try:
+        event = json.loads(start)
+        return int(event["generation"]), float(event["time"])
+    except (ValueError, TypeError, LookupError):  # what comes before the first start, or a damaged line
+        return -1, 0.0

@@ -14,6 +14,7 @@ from typing import Any
 
 import tomli
 import tomli_w
+import xxhash
 
 from torchtrain.config.parse import renamed_to, to_dict
 from torchtrain.config.schema import JobConfig, RopeScalingConfig, flat
@@ -102,6 +103,13 @@ def options_in(text: str) -> dict[str, Any]:
     if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
         del options[TOTAL_STEPS]  # it has no effect after the warm-up if the rate is then constant
     return options
+
+
+def hash_of_changes(text: str) -> str:
+    """Hash of those options in ``text`` that change the run: with the same hash, steps have the same values."""
+    changing = (Kind.CHANGES, Kind.IMPOSSIBLE)
+    options = {key: value for key, value in sorted(options_in(text).items()) if kind_of(key) in changing}
+    return xxhash.xxh3_64_hexdigest(repr(options).encode())
 
 
 class OtherStageError(Exception):

@@ -32,6 +32,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
 from torchtrain.files import is_url, names_in, read_file
+from torchtrain.metrics.history import UNDOING
 from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -111,9 +112,9 @@ def open_run(location: str | Path) -> RunFolder:
             step = int(line["step"])
         except (ValueError, TypeError, KeyError):
             continue
-        if line.get("event") == "start":
-            run.start = line
-            run.lines = {number: own for number, own in run.lines.items() if number <= step}  # later ones are left
+        if line.get("event") in UNDOING:
+            run.start = line if line["event"] == "start" else run.start
+            run.lines = {number: own for number, own in run.lines.items() if number <= step}
         elif "event" not in line and not any(isinstance(line.get(key), (str, list, dict)) for key in CURVES):
             run.lines.setdefault(step, {}).update(line)
     return run

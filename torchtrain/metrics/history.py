@@ -9,6 +9,9 @@ from typing import Any
 from torchtrain.errors import TorchtrainError
 from torchtrain.logging import logger
 
+UNDOING = ("start", "rolled_back")
+"""Events after whose step all lines written before are undone."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -48,16 +51,15 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
         event = line.get("event")
         if event is None:
             by_step.setdefault(line["step"], {}).update(line)
-        elif event == "start":
+        elif event in UNDOING:
             stage: Any = line.get("stage")
             if stage is not None:
                 stages.setdefault(stage, line["step"])
-            if not line.get("same_process"):
+            if event == "start" and not line.get("same_process"):
                 starts.append(line)
-            if by_step:
-                if not line.get("same_process"):
+                if by_step:
                     restarts.append(line["step"])
-                by_step = {step: own for step, own in by_step.items() if step <= line["step"]}  # later ones are left
+            by_step = {step: own for step, own in by_step.items() if step <= line["step"]}
         else:
             faults.append((line["step"], event))
     if not by_step:

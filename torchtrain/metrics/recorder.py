@@ -31,7 +31,7 @@ from torchtrain.logging import BestEffort, aligned, log_in_color, logger, messag
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.validation_log import format_validation
-from torchtrain.metrics.writers import Writers
+from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss
 
 GIB = 2**30
@@ -85,6 +85,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     config_toml: str
     run: str  # id of the run
     description: Mapping[str, Any] = field(default_factory=dict)  # for the event "start"
+    generation: int = 0  # of the writer lease; increases with each start
+    options: str = ""  # hash of the options that change the run
     same_process: bool = False  # whether this process has trained an earlier stage; for the event "start"
 
     def __post_init__(self) -> None:
@@ -103,10 +105,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Open the writers, and start measuring."""
         self.restart(self.start_step)
         if dist.get_rank() == 0:
-            self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run)
+            undone = changes_steps(self.folder / "metrics.jsonl", self.start_step, self.options)
+            self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run, undone)
             with BestEffort("the first line of metrics.jsonl"):
                 started = {
                     "run": self.run,
+                    "generation": self.generation,
+                    "options": self.options,
                     **self.stage_entry,
                     **({"same_process": True} if self.same_process else {}),
                     "ranks": dist.get_world_size(),
@@ -212,6 +217,12 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 what = name.removeprefix("validation_").replace("_", " ")
                 logger.info("%s after step %d:\n%s", what, step, aligned(samples, terminal_width()))
 
+    def undo(self, step: int) -> None:
+        """Continue from ``step`` after a rollback: later steps do not count any more."""
+        if self.writers is not None:
+            self.writers.undo(step)
+        self.restart(step)
+
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Context manager that excludes its duration from the time of training steps."""
@@ -220,7 +231,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.since += time.perf_counter() - start
 
     def restart(self, step: int) -> None:
-        """Start a new measurement interval after ``step``: at the start, after each written line, after a rollback."""
+        """Start a new measurement interval after ``step``: at the start, after each written line, and by ``undo``."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.unwritten = None
         self.waiting_for_step = step

@@ -9,7 +9,7 @@ import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,8 +20,9 @@ import tomli
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig, flat
 from torchtrain.errors import ConfigError
-from torchtrain.files import names_in
+from torchtrain.files import atomic_write, names_in
 from torchtrain.logging import BestEffort, logger
+from torchtrain.metrics.history import UNDOING, read_run
 
 # Group and name of each curve; metrics that are not listed are in the group "other".
 GROUPS = {
@@ -86,6 +87,9 @@ class WriterContext:
     """The step from which the run resumes; 0 in a new run."""
     run: str = ""
     """Id of the run, which it keeps when it resumes."""
+    undone: bool = False
+    """Whether earlier processes have written steps after ``start_step`` that come again with other values, because the
+    run resumes with options that change it. Otherwise they come again with the same values, up to rounding."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """[metrics.options.NAME] of this writer."""
 
@@ -112,7 +116,13 @@ class MetricsWriter(ABC):
         """Write a line of ``metrics.jsonl``: ``step`` and numbers (see ``grouped``), or ``step``, ``event`` and values.
 
         ``validation_samples`` is a list of tables with ``prompt`` and ``text`` (``validation.prompts``). After a resume
-        or a rollback, steps may repeat.
+        or a rollback, steps may repeat; see ``WriterContext.undone`` and ``undo``.
+        """
+
+    def undo(self, step: int) -> None:  # noqa: B027
+        """Called after a rollback to ``step``: what was written of later steps does not count any more.
+
+        These steps come again with other values. ``metrics.jsonl`` in the dump folder has the event already.
         """
 
     def close(self) -> None:  # noqa: B027
@@ -153,6 +163,9 @@ class JsonLines(MetricsWriter):
         finite = json.loads(json.dumps(line), parse_constant=lambda _: None)
         append(self.path, json.dumps(finite).encode() + b"\n", after=b"\n")
 
+    def undo(self, step: int) -> None:
+        self.write({"step": step, "event": "rolled_back", "time": time.time()})
+
 
 OUTPUTS = (
     *("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerprints", "traces"),
@@ -161,28 +174,83 @@ OUTPUTS = (
 """Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
 
 
+NUMBERED = re.compile(r"[a-z_]+\.([1-9][0-9]*)(?:\.[a-z]+)?")
+
+
+def numbered(name: str, number: int) -> str:
+    """The name of an output of another run, such as metrics.1.jsonl; 0 for the name itself."""
+    stem, dot, suffix = name.partition(".")
+    return f"{stem}.{number}{dot}{suffix}" if number else name
+
+
 def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
-    """Rename the ``OUTPUTS`` in ``folder`` to NAME.1, or a higher number, if they belong to another run than ``run``.
+    """Rename the ``OUTPUTS`` in ``folder`` that are of another run than ``run``, to NAME.1.SUFFIX or a higher number.
+
+    If the files of ``run`` were renamed before, they get their names back.
 
     Args:
         resumed: the run resumes from a checkpoint, so that files without the id of a run belong to it.
     """
-    last_start: dict[str, Any] = {}
-    with suppress(FileNotFoundError):
-        for text in (folder / "metrics.jsonl").read_bytes().splitlines():
-            if b'"event": "start"' in text:
-                with suppress(ValueError):  # a truncated line
-                    last_start = json.loads(text)
+    last_start = _last_start(folder / "metrics.jsonl")
     if last_start["run"] == run if "run" in last_start else resumed:
         return
     names = names_in(folder)
-    earlier = re.compile(rf"({'|'.join(map(re.escape, OUTPUTS))})\.([0-9]+)")
-    number = 1 + max((int(match[2]) for match in map(earlier.fullmatch, names) if match), default=0)
+    earlier = [int(match[1]) for match in map(NUMBERED.fullmatch, names) if match]
+    numbers = {number for number in earlier if any(numbered(name, number) in names for name in OUTPUTS)}
     found = [name for name in OUTPUTS if name in names]
-    for name in found:
-        (folder / name).rename(folder / f"{name}.{number}")
     if found:
-        logger.info(f"{folder} has files of another run: {', '.join(found)} are renamed to end with .{number}")
+        number = 1 + max(numbers, default=0)
+        _renumber(folder, found, 0, number)
+        listed = ", ".join(numbered(name, number) for name in found)
+        logger.info(f"{folder} has files of another run: they are renamed to {listed}")
+    for number in sorted(numbers, reverse=True):
+        if run and _last_start(folder / numbered("metrics.jsonl", number)).get("run") == run:
+            own = [name for name in OUTPUTS if numbered(name, number) in names]
+            _renumber(folder, own, number, 0)
+            logger.info(f"{folder}: files of this run had been renamed: they are {', '.join(own)} again")
+            break
+
+
+def _renumber(folder: Path, names: Sequence[str], old: int, new: int) -> None:
+    """Change the number in the names of outputs, also where the report links to its curves."""
+    for name in names:
+        path = (folder / numbered(name, old)).rename(folder / numbered(name, new))
+        if name == "report.md":
+            text = path.read_text(encoding="utf-8")
+            link, renamed = (f"]({numbered('curves.png', number)})" for number in (old, new))
+            with atomic_write(path) as file:
+                file.write(text.replace(link, renamed).encode())
+
+
+def _last_start(path: Path) -> dict[str, Any]:
+    """The last event "start" in a metrics.jsonl; empty if there is none."""
+    last: dict[str, Any] = {}
+    with suppress(OSError):
+        for text in path.read_bytes().splitlines():
+            if b'"event": "start"' in text:
+                with suppress(ValueError):  # a truncated line
+                    last = json.loads(text)
+    return last
+
+
+def changes_steps(path: Path, step: int, options: str) -> bool:
+    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options.
+
+    ``options``: of the process that now continues from ``step``, as in the events "start".
+    """
+    lines: list[dict[str, Any]] = []
+    with suppress(OSError):  # there is none
+        for text in path.read_bytes().splitlines():
+            with suppress(ValueError, TypeError, KeyError):  # a truncated line
+                line = json.loads(text)
+                if line.get("event") in UNDOING:
+                    lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
+                if line.get("event") in (None, "start"):
+                    lines.append(line)
+    if not any(line["step"] > step and "event" not in line for line in lines):
+        return False
+    starts = [line for line in lines if line.get("event") == "start" and line["step"] <= step]
+    return bool(starts) and starts[-1].get("options") != options
 
 
 def has_validation(path: Path, step: int) -> bool:
@@ -190,13 +258,10 @@ def has_validation(path: Path, step: int) -> bool:
     found = False
     with suppress(OSError):  # the run only validates again
         for text in path.read_bytes().splitlines():
-            if any(part in text for part in (b'"validation_', b'"event": "start"', b'_rollback"')):
+            if any(part in text for part in (b'"validation_', *(f'"event": "{event}"'.encode() for event in UNDOING))):
                 with suppress(ValueError):  # a truncated line
                     line = json.loads(text)
-                    if "event" in line:
-                        found = found and line["event"] == "start" and line["step"] >= step
-                    else:
-                        found = found or line["step"] == step
+                    found = found and line["step"] >= step if "event" in line else found or line["step"] == step
     return found
 
 
@@ -227,6 +292,11 @@ class TensorBoard(MetricsWriter):
         for summary in hparams(hyperparameters(config_toml), {"loss/average": 0.0}):  # type: ignore[no-untyped-call]
             self._add(Event(summary=summary))
 
+    def undo(self, step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        self._add(Event(step=step + 1, session_log=SessionLog(status=SessionLog.START)))
+
     def _add(self, event: Any) -> None:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -253,7 +323,11 @@ class TensorBoard(MetricsWriter):
 
 
 class WeightsAndBiases(MetricsWriter):
-    """Weights & Biases. A resumed run continues its W&B run, whose id is stored in the dump folder."""
+    """Weights & Biases. A resumed run continues its W&B run, whose id is stored in the dump folder.
+
+    W&B cannot change steps that it has. When steps are undone, a new W&B run of the same group begins, with the earlier
+    steps of metrics.jsonl; the one before keeps what was undone.
+    """
 
     label = "Weights & Biases"
 
@@ -263,22 +337,48 @@ class WeightsAndBiases(MetricsWriter):
             raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
 
     def __init__(self, context: WriterContext) -> None:
+        self.context = context
+        id_file = context.folder / "wandb_id"
+        if context.undone:
+            self._begin_again(context.start_step)
+        elif id_file.exists() and id_file.stat().st_size:  # a full disk leaves an empty file
+            self.run = self._open(id_file.read_text(encoding="utf-8"))
+        else:
+            self.run = self._open_new()
+
+    def _open_new(self, after: str = "") -> Any:
+        """Open a new W&B run, and store its id."""
+        new_id = uuid.uuid4().hex[:8]
+        (self.context.folder / "wandb_id").write_text(new_id, encoding="utf-8")
+        return self._open(new_id, after)
+
+    def _open(self, run_id: str, after: str = "") -> Any:
         import wandb
 
-        folder = context.folder
-        name = folder.resolve().name
-        id_file = folder / "wandb_id"
-        if not (id_file.exists() and id_file.stat().st_size):  # a full disk leaves an empty file
-            id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
-        self.run = wandb.init(
+        context, name = self.context, self.context.folder.resolve().name
+        return wandb.init(
             project=context.config.wandb_project,
-            name=name,
-            id=id_file.read_text(encoding="utf-8"),
+            name=f"{name}{after}",
+            group=f"{name}-{context.run[:8]}" if context.run else None,
+            id=run_id,
             resume="allow",
-            dir=folder,
+            dir=context.folder,
             config=hyperparameters(context.config_toml),
             settings=wandb.Settings(console="off", silent=True),
         )
+
+    def undo(self, step: int) -> None:
+        self.run.summary["undone_after_step"] = step
+        self.run.finish()
+        self._begin_again(step)
+
+    def _begin_again(self, step: int) -> None:
+        """Open a new W&B run with the lines up to ``step``, from which the run continues."""
+        self.run = self._open_new(f" (again from step {step})")
+        logger.info(f"Weights & Biases: steps after {step} are undone; the run continues as the W&B run {self.run.id}")
+        for line in read_run(self.context.folder, lambda _: None).lines:
+            if line["step"] <= step:
+                self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
         values = {f"faults/{line['event']}": 1} if "event" in line else grouped(line)
@@ -291,22 +391,30 @@ class WeightsAndBiases(MetricsWriter):
 class Writers:
     """All writers that the config enables, on rank 0. Errors of a writer affect neither the run nor other writers."""
 
-    def __init__(self, config: MetricsConfig, folder: Path, config_toml: str, start_step: int, run: str) -> None:
+    def __init__(
+        self, config: MetricsConfig, folder: Path, config_toml: str, start_step: int, run: str, undone: bool
+    ) -> None:
         self.types: dict[str, type[MetricsWriter]] = {"metrics.jsonl": JsonLines}
         self.types |= {name: METRICS_WRITERS[name] for name in writer_names(config)}
         self.contexts = {
-            name: WriterContext(config, folder, config_toml, start_step, run, config.options.get(name, {}))
+            name: WriterContext(config, folder, config_toml, start_step, run, undone, config.options.get(name, {}))
             for name in self.types
         }
         self.efforts = {name: BestEffort(of.label) for name, of in self.types.items()}
         self.opened: dict[str, MetricsWriter] = {}
 
     def write(self, line: dict[str, Any]) -> None:
+        self._for_each(lambda writer: writer.write(line))
+
+    def undo(self, step: int) -> None:
+        self._for_each(lambda writer: writer.undo(step))
+
+    def _for_each(self, call: Callable[[MetricsWriter], None]) -> None:
         for name, effort in self.efforts.items():
             with effort:
                 if name not in self.opened:
                     self.opened[name] = self.types[name](self.contexts[name])
-                self.opened[name].write(line)
+                call(self.opened[name])
 
     def close(self) -> None:
         for name, writer in self.opened.items():

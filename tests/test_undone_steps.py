@@ -1,0 +1,172 @@
+"""Steps that are undone, by a rollback or a resume with other options, in metrics.jsonl and in what writers show."""
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_run import finish, patched_loss, read_metrics
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from torchtrain.checkpoint.outputs import merge_metrics
+from torchtrain.config.registry import METRICS_WRITERS
+from torchtrain.config.schema import MetricsConfig
+from torchtrain.metrics.history import read_run
+from torchtrain.metrics.writers import MetricsWriter, WriterContext, Writers, changes_steps
+
+ROLLBACK = ("--faults.on_nonfinite", "rollback", "--checkpoint.interval", "2", "--training.steps", "6")
+
+
+def nan_in_step_4() -> Any:
+    return patched_loss(lambda call, loss: loss * float("nan") if 3 * 4 < call <= 4 * 4 else loss)
+
+
+def test_rollback_undoes_steps_in_metrics_and_tensorboard(tmp_path: Path) -> None:
+    options = ("--metrics.enable_tensorboard", "--checkpoint.interval", "2")
+    finish(tmp_path, *ROLLBACK, *options, ranks=1, hook=nan_in_step_4)
+    lines = read_metrics(tmp_path)
+    (undone,) = (number for number, line in enumerate(lines) if line.get("event") == "rolled_back")
+    assert lines[undone]["step"] == 2
+    assert [line["step"] for line in lines[:undone] if "loss" in line and "event" not in line] == [1, 2, 3]
+    assert [line["step"] for line in lines[undone:] if "loss" in line] == [3, 4, 5, 6]
+    run = read_run(tmp_path)
+    assert [line["step"] for line in run.lines] == [1, 2, 3, 4, 5, 6]
+    assert run.restarts == []
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("loss/average")}
+    assert shown == pytest.approx({line["step"]: line["loss"] for line in run.lines})
+    assert len(events.Scalars("loss/average")) == 6
+
+
+def wandb_records(content: bytes) -> Iterator[bytes]:
+    """The records of a .wandb file, a log as that of LevelDB: pieces with a header of 7 bytes, in blocks of 32 KiB."""
+    place, record = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, place)
+        record += content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield record
+            record = b""
+
+
+def wandb_losses(folder: Path) -> list[dict[int, float]]:
+    """The losses by step of each W&B run in ``folder``, in the order in which they began."""
+    from wandb.proto import wandb_internal_pb2
+
+    runs = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
+        losses: dict[int, float] = {}
+        for content in wandb_records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+            if "loss/average" in values:
+                losses[int(values["_step"])] = float(values["loss/average"])
+        runs.append(losses)
+    return runs
+
+
+def open_writers(folder: Path, start_step: int, options: str) -> Writers:
+    undone = changes_steps(folder / "metrics.jsonl", start_step, options)
+    config = MetricsConfig(enable_tensorboard=False, enable_wandb=True)
+    writers = Writers(config, folder, "", start_step, "run", undone)
+    writers.write({"step": start_step, "event": "start", "options": options, "run": "run"})
+    return writers
+
+
+def test_wandb_has_the_losses_of_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback, after a resume with the same options, and after one with others."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    writers = open_writers(folder, 0, "a")
+    for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0)):
+        writers.write({"step": step, "loss": loss})
+    writers.undo(1)
+    for step, loss in ((2, 4.0), (3, 7.0)):
+        writers.write({"step": step, "loss": loss})
+    writers.close()
+    undone, whole = wandb_losses(folder)
+    assert undone == {1: 5.0, 2: 4.0, 3: 9.0}
+    assert whole == {1: 5.0, 2: 4.0, 3: 7.0}
+    for options in ("a", "b"):
+        writers = open_writers(folder, 2, options)
+        writers.write({"step": 3, "loss": 7.0 if options == "a" else 2.0})
+        writers.close()
+    assert wandb_losses(folder)[-1] == {1: 5.0, 2: 4.0, 3: 2.0}
+    assert {line["step"]: line["loss"] for line in read_run(folder).lines} == {1: 5.0, 2: 4.0, 3: 2.0}
+
+
+class Recording(MetricsWriter):
+    """Records its calls."""
+
+    label = "calls"
+    calls: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, context: WriterContext) -> None:
+        self.calls.append(("open", context.start_step, context.undone))
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.calls.append(line["step"])
+
+    def undo(self, step: int) -> None:
+        self.calls.append(("undo", step))
+
+
+def test_registered_writer_is_called_when_steps_are_undone(tmp_path: Path) -> None:
+    METRICS_WRITERS.register("calls")(Recording)
+    config = MetricsConfig(enable_tensorboard=False, writers=("calls",))
+    writers = Writers(config, tmp_path, "", 4, "run", undone=True)
+    writers.write({"step": 5, "loss": 1.0})
+    writers.undo(4)
+    assert Recording.calls == [("open", 4, True), 5, ("undo", 4)]
+    assert [line.get("event") for line in read_metrics(tmp_path)] == [None, "rolled_back"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "step", "changes"),
+    [
+        ([("start", 0, "a"), (None, 4, "")], 2, False),  # the same options: the same values again
+        ([("start", 0, "b"), (None, 4, "")], 2, True),
+        ([("start", 0, "b"), (None, 4, "")], 4, False),  # no later step
+        ([("start", 0, "b"), (None, 4, ""), ("start", 2, "a"), (None, 4, "")], 2, False),
+        ([("start", 0, "a"), (None, 4, ""), ("start", 4, "b"), (None, 6, "")], 2, False),  # the next stage
+        ([("start", 0, "b"), (None, 4, ""), ("rolled_back", 2, "")], 2, False),  # undone already
+    ],
+)
+def test_resume_that_changes_steps(tmp_path: Path, lines: list[Any], step: int, changes: bool) -> None:
+    events = [{"step": at, **({"event": event, "options": options} if event else {})} for event, at, options in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert changes_steps(tmp_path / "metrics.jsonl", step, "a") is changes
+
+
+def lines_of(*processes: tuple[int, int, str]) -> bytes:
+    """Lines of processes, each given as its first step and generation, and the steps that it has written."""
+    texts = []
+    for first, generation, steps in processes:
+        texts.append(json.dumps({"step": first, "event": "start", "generation": generation, "time": generation}))
+        texts += [json.dumps({"step": int(step)}) for step in steps]
+    return "".join(f"{text}\n" for text in texts).encode()
+
+
+@pytest.mark.parametrize(
+    ("own", "checkpoint", "merged"),
+    [
+        ([(0, 1, "1234")], [(0, 1, "1234"), (4, 2, "5678")], [(0, 1, "1234"), (4, 2, "5678")]),
+        ([(0, 1, "123456")], [(0, 1, "1234"), (4, 2, "56")], [(0, 1, "123456"), (4, 2, "56")]),
+        ([(0, 1, "12"), (2, 3, "34")], [(0, 1, "12"), (2, 2, "3")], [(0, 1, "12"), (2, 2, "3"), (2, 3, "34")]),
+        ([], [(0, 1, "12")], [(0, 1, "12")]),
+        ([(0, 1, "123")], [(0, 1, "12")], [(0, 1, "123")]),
+    ],
+)
+def test_metrics_of_several_machines_are_merged_by_process(own: Any, checkpoint: Any, merged: Any) -> None:
+    assert merge_metrics(lines_of(*own), lines_of(*checkpoint)) == lines_of(*merged)
+    assert merge_metrics(lines_of(*checkpoint), lines_of(*own)) == lines_of(*merged)
