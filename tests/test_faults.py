@@ -250,6 +250,29 @@ def test_stop_is_saved_if_the_grace_period_ends_before_the_step(tmp_path: Path, 
     assert_same_end(tmp_path, uninterrupted)
 
 
+def slow_commit() -> Any:
+    """A commit that does not end on rank 0, which alone gets a signal."""
+    from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+
+    def commit(*_: Any) -> str:
+        logger.info("the commit begins")
+        time.sleep(60)
+        return ""
+
+    return patch.object(LocalStagedCheckpoint, "commit", commit)
+
+
+@pytest.mark.parametrize("signaled", [0, 1])
+def test_save_that_exceeds_the_grace_period_is_one_message_and_one_code(tmp_path: Path, signaled: int) -> None:
+    options = ("--faults.stop_grace_seconds", "1", "--training.steps", "4", "--checkpoint.interval", "4")
+    run = ForkedRun(tmp_path, *options, hook=slow_commit)
+    run.wait_for(lambda: "the commit begins" in run.output())
+    run.kill(signaled, number=signal.SIGTERM)
+    assert run.wait() == [StoppedError.exit_code] * 2, run.output()
+    assert run.output().count("error: asked to stop") == 1, run.output()
+    assert "Traceback" not in run.output()
+
+
 def first_step_takes_4_seconds() -> Any:
     def wait(call: int, loss: Any) -> Any:
         if call == 1:
@@ -480,7 +503,8 @@ def test_non_finite_gradients_roll_back_and_skip_the_data(tmp_path: Path, uninte
     finish(tmp_path, *options, hook=nan_in_step_5_of_rank_1)
     steps = [(line["step"], line.get("event")) for line in metrics_lines(tmp_path)]
     # Step 6 was running when the result of step 5 was read.
-    assert steps[3:8] == [(4, None), (5, None), (5, "bad_step_rollback"), (5, None), (6, None)]
+    assert steps[3:6] == [(4, None), (5, None), (5, "bad_step_rollback")]
+    assert steps[6:9] == [(4, "rolled_back"), (5, None), (6, None)]
     tensors = saved_tensors(tmp_path, STEPS - 2)
     assert tensors["optimizer.norm.weight.step"].item() == STEPS - 2
     # The batches of both steps are skipped.

@@ -1,6 +1,7 @@
 """Requests to stop: signals and the wall-clock limit. Ranks agree on them once per step (``NonFiniteGuard``)."""
 
 import os
+import re
 import signal
 import socket
 import threading
@@ -21,6 +22,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 DUPLICATE_SECONDS = 3.0
 WARNING_SECONDS = 3600.0  # a SIGUSR1 earlier than this before SLURM's time limit is not SLURM's warning
 POLL_SECONDS = 0.2
+LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|remote process has terminated"
+)
+"""What gloo and NCCL say in the error of a collective if the process of another rank has ended."""
 EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job to be requeued
 
 
@@ -114,11 +119,25 @@ class StopRequest:
             try:
                 yield
             except RuntimeError as error:
-                if saved and self.pending:
+                if saved and (self.pending or self.agreed):
                     raise StoppedError(late) from error
                 raise
             finally:
                 ended.set()
+
+    @contextmanager
+    def explaining_lost_ranks(self) -> Iterator[None]:
+        """A context manager for training: after a request to stop, a rank may leave while others wait for it.
+
+        Raises:
+            StoppedError: a collective has failed since another rank has left, and the run was asked to stop.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if (self.pending or self.agreed) and LOST_CONNECTION.search(str(error)):
+                raise StoppedError("asked to stop, and another rank has left before this one") from error
+            raise
 
     @property
     def pending(self) -> bool:
