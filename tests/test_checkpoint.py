@@ -329,6 +329,34 @@ def test_rollback_loads_only_checkpoints_of_the_current_branch(tmp_path: Path) -
     assert run.manager.roll_back(1, ("model", "optimizer")) is None
 
 
+def wait_for_deletion(run: Run) -> Run:
+    assert run.manager._thread is not None
+    run.manager._thread.join()
+    return run
+
+
+def test_checkpoint_that_a_user_puts_back_is_not_deleted(tmp_path: Path) -> None:
+    """Neither one that retention has deleted, nor a copy in the place of one that this start has saved."""
+    folder, backup = tmp_path / "checkpoint", tmp_path / "backup"
+    run = Run(tmp_path, keep_latest_k=2).train(1, 4)
+    for step in (2, 4):
+        shutil.copytree(folder / f"step-{step}", backup / f"step-{step}")
+    wait_for_deletion(run.train(5, 8))
+    assert saved_steps(folder) == [6, 8]
+    (backup / "step-2").rename(folder / "step-2")
+    shutil.copytree(folder / "step-6", backup / "step-6")
+    shutil.rmtree(folder / "step-6")
+    (backup / "step-6").rename(folder / "step-6")
+    wait_for_deletion(run.train(9, 14))
+    assert saved_steps(folder) == [2, 6, 12, 14]
+
+
+def test_start_owns_the_checkpoints_that_it_finds(tmp_path: Path) -> None:
+    wait_for_deletion(Run(tmp_path, keep_latest_k=2).train(1, 4))
+    wait_for_deletion(Run(tmp_path, keep_latest_k=2).train(5, 6))
+    assert saved_steps(tmp_path / "checkpoint") == [4, 6]
+
+
 def test_keep_latest_k_counts_only_complete_checkpoints(tmp_path: Path) -> None:
     run = Run(tmp_path, keep_latest_k=2).train(1, 4)
     (tmp_path / "checkpoint/step-5").mkdir()
@@ -360,6 +388,24 @@ def test_only_the_newest_lease_holder_saves(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-[0-9]")) == ["step-2", "step-4", "step-6"]
     assert not list((tmp_path / "checkpoint").glob("*.superseded"))
     assert (tmp_path / "checkpoint/step-6" / MANIFEST).read_text() == manifest
+
+
+@pytest.mark.parametrize("at", ["before the files", "before the commit"])
+def test_superseded_start_says_so_when_its_files_are_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    older = Run(tmp_path).train(1, 2)
+    method = "create" if at == "before the files" else "commit"
+    original = getattr(LocalStagedCheckpoint, method)
+
+    def late(staged: LocalStagedCheckpoint, *arguments: Any) -> Any:
+        monkeypatch.setattr(LocalStagedCheckpoint, method, original)
+        Run(tmp_path)  # acquires the lease, and removes what the older start was writing
+        return original(staged, *arguments)
+
+    monkeypatch.setattr(LocalStagedCheckpoint, method, late)
+    with pytest.raises(SupersededError, match=r"generation 2 of this run, on .* now saves to .* generation 1, stops"):
+        older.train(3, 4)
 
 
 def test_of_two_simultaneous_starts_the_older_keeps_the_checkpoint_of_the_newer(

@@ -621,6 +621,23 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     assert [name.rpartition("/")[2] for name in written] == ["model.safetensors", "config.json", NOTE]
 
 
+def test_copy_of_a_checkpoint_beside_it_is_not_deleted() -> None:
+    run = wait_for_saves(Run(storage(), keep_latest_k=2).train(1, 4))
+    (folder,) = (
+        name.split("/")[0] for name in objects() if name.startswith("step-4.") and name.endswith("manifest.json")
+    )
+    for name, file in list(MemoryFileSystem.store.items()):
+        if f"/{folder}/" in name:
+            copied = name.replace(folder, "step-4")
+            MemoryFileSystem.store[copied] = MemoryFile(None, copied, file.getvalue())
+    copied_objects = {name for name in objects() if name.startswith("step-4/")}
+    wait_for_saves(run.train(5, 14))
+    assert {name for name in objects() if name.startswith("step-4/")} == copied_objects
+    assert verified_steps(0) == [4, 12, 14]
+    wait_for_saves(resume(0, keep_latest_k=2).train(15, 20))  # a later start owns what it has found
+    assert verified_steps(0) == [18, 20]
+
+
 def test_interrupted_restore_of_metrics_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run/tensorboard").mkdir(parents=True)
     (tmp_path / "run" / METRICS).write_text("{}")

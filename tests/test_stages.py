@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -19,7 +20,18 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
-from forked_run import CONFIG, TINY, ForkedRun, finish, logged_losses, read_metrics, same_tensors, saved_tensors
+from forked_run import (
+    CONFIG,
+    TINY,
+    ForkedRun,
+    finish,
+    logged_losses,
+    read_metrics,
+    same_tensors,
+    saved_tensors,
+    slow_steps,
+)
+from s3_server import S3Server
 from terminal import Terminal
 
 import torchtrain.stages
@@ -773,7 +785,7 @@ def train_fake_stages(
 ) -> int:
     """``train_in_stages`` without process groups, model and data; appends the name of each stage to ``built``."""
 
-    def build(config: JobConfig, _: Any, stop: StopRequest) -> Any:
+    def build(config: JobConfig, _: Any, stop: StopRequest, __: Any) -> Any:
         built.append(config.job.stage)
         return FakeTrainer(config, stop, action)
 
@@ -913,6 +925,62 @@ def test_garbage_is_collected_again_after_training(monkeypatch: pytest.MonkeyPat
         gc.enable()
 
 
+def no_validation_seen() -> Any:
+    return patch("torchtrain.stages.has_validation", lambda *_: False)
+
+
+def slow_steps_in(environment: dict[str, str]) -> Any:
+    os.environ.update(environment)
+    return slow_steps()
+
+
+def hold_before_the_second_stage(folder: Path, environment: dict[str, str]) -> Any:
+    """Wait, once the first stage has ended, until the file ``go`` is in ``folder``."""
+    os.environ.update(environment)
+    build = torchtrain.stages._build_or_other_step
+
+    def wait(make: Any, stage: JobConfig, *arguments: Any) -> Any:
+        if stage.job.stage == "long":
+            (folder / "held").touch()
+            while not (folder / "go").exists():
+                time.sleep(0.01)
+        return build(make, stage, *arguments)
+
+    return patch.object(torchtrain.stages, "_build_or_other_step", wait)
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+def test_older_start_between_two_stages_does_not_take_the_lease_from_a_newer_one(
+    tmp_path: Path, sources: dict[str, str], where: str, s3_server: S3Server
+) -> None:
+    options = ["--job.config_file", str(staged_config(tmp_path, sources))]
+    if where == "bucket":
+        options += ["--checkpoint.folder", "s3://bucket/stages/checkpoint"]
+    hold = partial(hold_before_the_second_stage, tmp_path, s3_server.environment)
+    older = ForkedRun(tmp_path / "older", *options, ranks=1, hook=hold)
+    older.wait_for((tmp_path / "held").exists)
+    options += ["--checkpoint.folder", str(tmp_path / "older/checkpoint")] if where == "folder" else []
+    newer = ForkedRun(tmp_path / "newer", *options, ranks=1, hook=partial(slow_steps_in, s3_server.environment))
+    newer.wait_for(lambda: "saved " in newer.output())
+    (tmp_path / "go").touch()
+    assert older.wait() == [2], older.output()
+    assert newer.wait() == [0], newer.output()
+    assert "now saves to" in older.output()
+
+
+def test_complete_stage_is_not_called_a_complete_run(tmp_path: Path, sources: dict[str, str]) -> None:
+    """If the validation of its last step is found only when its trainer is built."""
+    (tmp_path / "held_out.txt").write_text("some words\n" * 50)
+    validation = ("--validation.enable", "--validation.path", str(tmp_path / "held_out.txt"))
+    options = ("--job.config_file", str(staged_config(tmp_path, sources)), *validation)
+    finish(tmp_path / "run", *options, ranks=1)
+    for step in (4, 6, 8, 9):
+        shutil.rmtree(tmp_path / f"run/checkpoint/step-{step}")
+    output = finish(tmp_path / "run", *options, ranks=1, hook=no_validation_seen)
+    assert "stage 'main' is complete: step 3" in output
+    assert output.count("the run is complete") == 0
+
+
 def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
     built: list[Any] = []
 
@@ -922,7 +990,7 @@ def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
         raise OtherStageError(7)
 
     unused: Any = None
-    assert _build_or_other_step(build, unused, unused, unused) == 7
+    assert _build_or_other_step(build, unused, unused, unused, unused) == 7
     assert built[0]() is None
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from torchtrain.checkpoint.resume import HeldLease
 from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.parse import to_dict
@@ -38,7 +39,7 @@ from torchtrain.parallelisms.validate import check_streams
 from torchtrain.trainer import Trainer, resolve, validate, with_dataset_revisions
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
-Build = Callable[[JobConfig, Rendezvous, StopRequest], Trainer]
+Build = Callable[[JobConfig, Rendezvous, StopRequest, HeldLease], Trainer]
 
 
 def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
@@ -222,7 +223,7 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
         return own, model_config
 
     stages = resolve_stages(config, resolve_and_validate)
-    rendezvous = Rendezvous(config.comm.init_timeout_seconds)
+    rendezvous, held = Rendezvous(config.comm.init_timeout_seconds), HeldLease()
     number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
     logger.info("the stages of the run:\n%s", in_columns(stage_table(stages[number])))
     is_set_up = has_trained = False
@@ -235,7 +236,7 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
                 *(stage.job.stage, number + 1, len(stages), first, stage.training.steps),
                 *(stage.training.global_batch_size, stage.training.seq_len),
             )
-            built = _build_or_other_step(build, stage, rendezvous, stop)
+            built = _build_or_other_step(build, stage, rendezvous, stop, held)
             if isinstance(built, int):
                 number = stage_of_step(stages, built)
                 destroy_process_group()
@@ -271,14 +272,16 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
             number += 1
 
 
-def _build_or_other_step(build: Build, stage: JobConfig, rendezvous: Rendezvous, stop: StopRequest) -> Trainer | int:
+def _build_or_other_step(
+    build: Build, stage: JobConfig, rendezvous: Rendezvous, stop: StopRequest, held: HeldLease
+) -> Trainer | int:
     """The trainer of ``stage``, or the step of the checkpoint to resume from if that belongs to another stage.
 
     It does, if newer checkpoints are damaged, or checkpoint.load_step is set. When this function has returned, nothing
     refers to the memory of the trainer whose construction failed.
     """
     try:
-        return build(stage, rendezvous, stop)
+        return build(stage, rendezvous, stop, held)
     except OtherStageError as error:
         return error.step
 

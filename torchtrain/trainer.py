@@ -20,7 +20,8 @@ from torchtrain.checkpoint.hf.config import resolve_model_section
 from torchtrain.checkpoint.hf.export import check_export, export_hf, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_architecture
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume import find_resume_point, newest_config
+from torchtrain.checkpoint.resume import HeldLease, find_resume_point, newest_config
+from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
 from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config, with_longest_context
@@ -99,7 +100,11 @@ class Trainer:
     """The optimizer step that is being executed or was executed last, counted from 1; 0 before the first one."""
 
     def __init__(
-        self, config: JobConfig, rendezvous: Rendezvous | None = None, stop: StopRequest | None = None
+        self,
+        config: JobConfig,
+        rendezvous: Rendezvous | None = None,
+        stop: StopRequest | None = None,
+        held: HeldLease | None = None,
     ) -> None:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
         self.stop = StopRequest(config.faults) if stop is None else stop
@@ -138,7 +143,9 @@ class Trainer:
         build_model = build_cpu_model if device.type == "cpu" else build_parallel_model
         self.model = build_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
-        resume_point = find_resume_point(config.checkpoint, storage, config_toml, lambda: self.dataloader.identity)
+        resume_point = find_resume_point(
+            config.checkpoint, storage, config_toml, lambda: self.dataloader.identity, held
+        )
         self.init_or_load_weights(resume_point.step)
 
         # Optimizer. Built after to_empty, which replaces the parameters.
@@ -152,7 +159,8 @@ class Trainer:
 
         # Checkpoints: all state that the next step depends on.
         self.checkpointer = CheckpointManager(
-            config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, folder
+            *(config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, folder),
+            step_group=self.gloo_group,
         )
         self.step = self.start_step = self.checkpointer.resume() or 0
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
@@ -179,6 +187,8 @@ class Trainer:
             last_step=config.training.steps,
             config_toml=config_toml,
             run=self.checkpointer.lease.run,
+            generation=self.checkpointer.lease.generation,
+            options=hash_of_changes(config_toml),
             description=self.description.record,
         )
         self.watchdog = Watchdog(
@@ -295,13 +305,24 @@ class Trainer:
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):
-            way = "add a stage" if self.config.stages else "raise training.steps"
-            logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
+            if self.is_between_stages:
+                logger.info("stage %r is complete: step %d", self.config.job.stage, self.step)
+            else:
+                way = "add a stage" if self.config.stages else "raise training.steps"
+                logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
             destroy_process_group()
             return 0
         gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
         try:
-            with closing(self.dataloader), self.metrics, self.profiler, self.stop, self.watchdog, self.checkpointer:
+            with (
+                self.stop.explaining_lost_ranks(),
+                closing(self.dataloader),
+                self.metrics,
+                self.profiler,
+                self.stop,
+                self.watchdog,
+                self.checkpointer,
+            ):
                 if missed_validation:
                     self.validate(last=self.step == steps)
                 self.run_steps()
@@ -336,11 +357,12 @@ class Trainer:
             logger.warning("checkpoint.enable = false: %s saved of this run", saved)
 
     def write_config(self) -> None:
-        """Write the resolved config to the dump folder, after renaming the files of another run there."""
+        """Write the resolved config to the dump folder, without files of another run and with this one's metrics."""
         if rank() == 0:
             folder = Path(self.config.job.dump_folder)
             with BestEffort("renaming files of another run"):
                 rename_files_of_other_run(folder, self.checkpointer.lease.run, resumed=self.step > 0)
+            self.checkpointer.restore_outputs()
             with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
                 file.write(to_toml(self.config).encode())
 
@@ -434,7 +456,7 @@ class Trainer:
             )
         self.step = step
         self.guard.reset()
-        self.metrics.restart(step)
+        self.metrics.undo(step)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """A context manager that swaps the averaged (EMA) weights into the model."""

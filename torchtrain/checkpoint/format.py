@@ -40,7 +40,7 @@ from torch.futures import Future
 from torch.serialization import skip_data
 
 from torchtrain.checkpoint.storage import MANIFEST, StagedCheckpoint, StoredCheckpoint
-from torchtrain.errors import DamagedError
+from torchtrain.errors import DamagedError, SupersededError, TorchtrainError
 from torchtrain.files import BLOCK_BYTES, MISSING, printable, with_retries
 from torchtrain.logging import BestEffort
 
@@ -449,6 +449,16 @@ class VerifiedWriter(FileSystemWriter):
         manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
         sizes = {name: record.size_bytes for name, record in records.items()}
         self.superseded_name = self.staged.commit(manifest, sizes, self.before_commit, self.require_lease)
+
+    def superseded_error(self) -> SupersededError | None:
+        """The error if a newer start of the run has acquired the lease; None also if the lease cannot be read."""
+        try:
+            self.require_lease()
+        except SupersededError as error:
+            return error
+        except (OSError, TorchtrainError):
+            pass
+        return None
 
     def remove(self) -> None:
         """Remove what was written, if it did not become a checkpoint. When no rank is writing."""

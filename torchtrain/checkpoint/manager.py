@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -36,7 +37,11 @@ class Stop(Protocol):
 
     @property
     def pending(self) -> bool:
-        """Whether the run was asked to stop."""
+        """Whether this rank was asked to stop."""
+
+    @property
+    def agreed(self) -> bool:
+        """Whether any rank was asked to stop."""
 
     def may_wait(self, began: float) -> bool:
         """Whether to keep waiting for an operation that started at ``began``, in ``time.monotonic()`` seconds."""
@@ -87,7 +92,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     ID is the id of the writer lease. Each start of the run acquires its own lease (``resume.py``), after which
     earlier starts can no longer commit a checkpoint. A start renames and deletes only checkpoints that existed when it
-    acquired the lease, or that it has saved itself.
+    acquired the lease, or that it has saved itself: not others that a user has put under their names since.
     """
 
     config: CheckpointConfig
@@ -97,6 +102,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     start: ResumePoint
     stop: Stop | None = None  # None: the run is never asked to stop
     dump_folder: Path | None = None  # its metrics are stored and restored if the storage asks for it
+    step_group: dist.ProcessGroup | None = None  # gloo group of the training thread; saves use another one
 
     def __post_init__(self) -> None:
         self.group, self.lease = self.start.group, self.start.lease
@@ -109,7 +115,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._newest = -1  # step that was last saved, is being saved, or was last loaded in full; -1: none
         self._resumed_from = -1 if self.start.step is None else self.start.step
         self._saved: set[int] = set()
-        self._own = set(self.start.found)  # steps of checkpoints that this start may rename and delete
+        # The checkpoints that this start may rename and delete, as ``CheckpointStorage.versions``; None for one whose
+        # save has failed, perhaps after the commit, so that any of this step may be it.
+        self._own: dict[int, Hashable] = dict(self.start.found)
         self._failed_in_a_row = 0
 
     # Loading
@@ -140,10 +148,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if step is None:
             history.require_none(config.load_step, damaged)
         self._quarantine(history, damaged)
-        if step is not None and self.rank == 0 and self.dump_folder is not None:
-            with BestEffort("restoring metrics"):
-                restore_outputs(self.storage.open(step), self.dump_folder)
         return step
+
+    def restore_outputs(self) -> None:
+        """Add the metrics in the checkpoint that the run has resumed from to those in the dump folder; on rank 0."""
+        if self.dump_folder is not None and self._resumed_from >= 0:
+            with BestEffort("restoring metrics"):
+                restore_outputs(self.storage.open(self._resumed_from), self.dump_folder)
 
     def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
         """Load the newest valid checkpoint of this run before ``bad_step`` into the states named in ``only``.
@@ -166,7 +177,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return History(self.storage, self.group, self.lease.run)
 
     def _quarantine(self, history: History, damaged: Mapping[int, str]) -> None:
-        history.quarantine({step: why for step, why in damaged.items() if step in self._own}, self._check_lease)
+        versions = self.storage.versions() if damaged and self.rank == 0 else {}
+        own = {step: why for step, why in damaged.items() if self._is_own(step, versions)}
+        history.quarantine(own, self._check_lease)
+
+    def _is_own(self, step: int, versions: Mapping[int, Hashable]) -> bool:
+        """Whether this start may change the checkpoint of ``step``; ``versions``: those of the storage now."""
+        return step in self._own and self._own[step] in (None, versions.get(step))
 
     def load(self, step: int, only: Collection[str] = ()) -> None:
         """Load the checkpoint of ``step`` into the states: those named in ``only``, or all if ``only`` is empty.
@@ -259,16 +276,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self._pending is None:
             return
         began = time.monotonic()
-        while not futures.wait([self._pending], timeout=POLL_SECONDS).done:
-            if not self._may_wait(began):
-                raise self._aborted(f"does not end ({self.status()})")
-        pending, self._pending = self._pending, None
-        self._saved.add(self._newest)  # even if it fails: what failed may have come after the commit
         try:
+            while not self._has_ended_on_all_ranks(self._pending, began):
+                pass
+            pending, self._pending = self._pending, None
+            self._saved.add(self._newest)  # even if it fails: what failed may have come after the commit
             pending.result()
             self._failed_in_a_row = 0
         except RuntimeError as error:
-            if self.stop is not None and self.stop.pending:
+            if self.stop is not None and (self.stop.pending or self.stop.agreed):
                 raise self._aborted("failed, since another rank has left") from error
             raise
         except CheckpointError as error:
@@ -283,6 +299,19 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 )
                 too_many.exit_code = error.exit_code
                 raise too_many from error
+
+    def _has_ended_on_all_ranks(self, pending: Future[None], began: float) -> bool:
+        """Wait for the save for ``POLL_SECONDS``; returns whether it has ended on all ranks. Collective.
+
+        Raises:
+            StoppedError: on all ranks, if one of them was asked to stop, and may not wait any longer.
+        """
+        is_running = not futures.wait([pending], timeout=POLL_SECONDS).done
+        states = torch.tensor([is_running, is_running and not self._may_wait(began)], dtype=torch.int32)
+        dist.all_reduce(states, op=dist.ReduceOp.MAX, group=self.step_group)
+        if states[1]:
+            raise self._aborted(f"does not end ({self.status() or 'another rank is writing'})")
+        return not states[0]
 
     def _may_wait(self, began: float) -> bool:
         return self.stop is None or self.stop.may_wait(began)
@@ -325,7 +354,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         done.set_result(None)
         if self.rank == 0:
             # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
-            self._delete_old()
+            self._delete_old(step)
 
     def _check_lease(self) -> None:
         self.storage.check_lease(self.lease)
@@ -339,7 +368,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         supersedes = self._retire_newer_checkpoints(step)
         self._check_lease()
-        self._own.add(step)
+        self._own[step] = None
         return supersedes
 
     def _retire_newer_checkpoints(self, step: int) -> bool:
@@ -350,10 +379,11 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         """
         self._check_lease()
         supersedes = False
-        for later in self.storage.steps():
+        versions = self.storage.versions()
+        for later in sorted(versions):
             if later < step and (later <= self._resumed_from or later in self._saved):
                 continue
-            if later in self._own:
+            if self._is_own(later, versions):
                 if later == step:
                     supersedes = True
                 else:
@@ -372,14 +402,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             f"the checkpoint of step {step} was superseded by a rollback or an earlier resume: it is renamed to {name}"
         )
 
-    def _delete_old(self) -> None:
-        if not self.config.keep_latest_k:
-            return
+    def _delete_old(self, saved: int) -> None:
+        """Delete old checkpoints of this run, after the save of the step ``saved``."""
         try:
-            steps = [step for step in self.storage.steps() if step in self._own]
+            versions = self.storage.versions()
+            self._own[saved] = versions.get(saved)
+            steps = [step for step in sorted(versions) if self._is_own(step, versions)]
             complete = [step for step in steps if self.storage.has_manifest(step)]
-            for step in complete[: -self.config.keep_latest_k]:
+            for step in complete[: -self.config.keep_latest_k] if self.config.keep_latest_k else []:
                 self.storage.delete(step, self._check_lease)
+                del self._own[step]
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
 

@@ -16,7 +16,7 @@ It checks its lease before each checkpoint gets its final name, and before and a
 import contextlib
 import itertools
 import uuid
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -206,12 +206,26 @@ class ResumePoint:
     """The writer lease; without checkpoints, a lease that no process holds, with a new id of the run."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer, by option name."""
-    found: Collection[int] = ()
-    """Steps of the checkpoints that existed right after the lease was acquired."""
+    found: Mapping[int, Hashable] = field(default_factory=dict)
+    """The checkpoints that existed right after the lease was acquired, as ``CheckpointStorage.versions``."""
+
+
+@dataclass
+class HeldLease:
+    """The writer lease that this process holds. The stages of a run share it, so that none takes it from a newer start.
+
+    A stage acquires a lease of its own, and only if the process still holds the one of the stage before.
+    """
+
+    lease: WriterLease | None = None
 
 
 def find_resume_point(
-    config: CheckpointConfig, storage: CheckpointStorage, config_toml: str, data: Callable[[], Mapping[str, str]] = dict
+    config: CheckpointConfig,
+    storage: CheckpointStorage,
+    config_toml: str,
+    data: Callable[[], Mapping[str, str]] = dict,
+    held: HeldLease | None = None,
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
@@ -223,10 +237,12 @@ def find_resume_point(
     Args:
         config_toml: the resolved config of this start.
         data: returns the identity of the run's data and tokenizer by option name; called on rank 0 only.
+        held: the lease that this process has held for an earlier stage; that of this stage replaces it.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
-            damaged; or the config is incompatible with the checkpoint.
+            damaged; the config is incompatible with the checkpoint; or (SupersededError) a newer start has acquired the
+            lease since this process acquired ``held``.
         StorageError: the file system fails.
     """
     group = new_gloo_group(GROUP_TIMEOUT)
@@ -263,7 +279,8 @@ def find_resume_point(
 
     # Before acquiring the lease, which stops a start that still saves here: this start may still be rejected.
     before, candidates, step, run = choose_before_lease()
-    lease = broadcast_from_rank0(lambda: storage.acquire_lease(run), group)
+    held = held or HeldLease()
+    lease = held.lease = broadcast_from_rank0(lambda: storage.acquire_lease(run, held.lease), group)
     there = broadcast_from_rank0(storage.versions, group)
     if there != before:
         candidates, step, _ = choose()
@@ -272,7 +289,7 @@ def find_resume_point(
             f"checkpoint.load_step = {config.load_step}: resumes from step {step}, which a run with this load_step has "
             f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
         )
-    return ResumePoint(group, step, candidates, lease, identity, tuple(there))
+    return ResumePoint(group, step, candidates, lease, identity, there)
 
 
 def check_resume(

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.resume_compatibility import same_content, source_identities
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
-from torchtrain.distributed.agreement import gather_from_all_ranks
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.errors import (
     CheckpointError,
@@ -182,7 +182,7 @@ def save_tensors(
     Collective. A value is asked for when it is written, and not kept.
 
     Raises:
-        CheckpointError: on all ranks, if any of them cannot write its part, or (SupersededError) may not.
+        CheckpointError: on all ranks, if any of them cannot write its part, or (SupersededError) a newer start saves.
         ConfigError: on all ranks, if ``value`` raises one.
     """
     try:
@@ -193,6 +193,9 @@ def save_tensors(
         for cause, _ in error.failures.values():
             if isinstance(cause, (SupersededError, ConfigError, KeyboardInterrupt)):
                 raise cause from None
+        if isinstance(writer, VerifiedWriter):
+            # A newer start removes what this one was writing, which looks like a failure of the file system.
+            broadcast_from_rank0(writer.superseded_error, group)
         failed = CheckpointError(f"{location} could not be written: {_first_failure(error)[1]}")
         if isinstance(_first_failure(error)[0], StorageError):
             failed.exit_code = StorageError.exit_code

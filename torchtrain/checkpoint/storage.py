@@ -256,17 +256,20 @@ class CheckpointStorage(ABC):
     def restore(self) -> None:  # noqa: B027
         """Complete or revert changes of names that a killed process was making. Called before ``steps``."""
 
-    def acquire_lease(self, run: str | None) -> WriterLease:
+    def acquire_lease(self, run: str | None, held: WriterLease | None = None) -> WriterLease:
         """Acquire the writer lease with the next generation number.
 
         Args:
             run: id of the run, as read from its checkpoints; None if they have none.
+            held: the lease that this process has held so far, for an earlier stage of the run.
 
         Raises:
             CheckpointError: the lease cannot be written, or (SupersededError) another start acquires it.
             StorageError: the storage does not answer.
         """
         before = self.read_lease()
+        if held is not None and before.id not in ("", held.id):
+            raise superseded(before, held, self.location)
         lease = WriterLease(
             before.generation + 1,
             uuid.uuid4().hex,
