@@ -173,6 +173,7 @@ def test_special_tokens_of_an_imported_model_are_those_of_its_files(tmp_path: Pa
 
     harness, ours = HFLM(pretrained=str(folder), device="cpu"), HarnessModel(checkpoint=str(folder), device="cpu")
     pairs = [("import", " os"), ("", "def main"), ("a  ", "b"), (f"{tokenizer.bos_token or EOS}class", " main")]
+    pairs.append((f"a{EOS} b{EOS}", f" c{EOS}d{EOS}"))
     rolling = [(text,) for text in (*prompts, "import os\n" * 30, f"{tokenizer.bos_token or EOS}def main(")]
     until = [(prompt, {"until": ["\n\n"], "max_gen_toks": 12}) for prompt in prompts]
     dist.destroy_process_group()

@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
 import re
+import signal
+import time
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from test_evaluate import CHOICES, evaluate, skip_default_tasks, write_tasks
 from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.inference.harness import task_data_error
-from torchtrain.inference.tasks import load_tasks
+from torchtrain.inference.tasks import CALLS_PER_CHECK, RequestCheck, load_tasks
 from torchtrain.inference.validation_parts import check_validation_parts
 
 pytest.importorskip("lm_eval")
@@ -176,6 +179,76 @@ def test_tasks_that_cannot_be_scored_are_rejected_before_training(
     assert "Start again with a network" in str(error_of("choice"))
     full = OSError(errno.ENOSPC, "No space left on device")
     assert re.search("cannot be stored or read: .*No space left.* Free space", str(task_data_error(full, "--tasks")))
+
+
+EMPTY_ANSWERS = """task: empty
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_target: 0
+doc_to_choice: choices
+metric_list: [{metric: acc}]
+"""
+
+
+def write_questions(folder: Path, count: int) -> None:
+    """A task with answers in its first document only."""
+    documents = [{"question": f"def f{n}(", "choices": ["", ""] if n else ["x", "y"]} for n in range(count)]
+    (folder / "questions.jsonl").write_text("".join(f"{json.dumps(document)}\n" for document in documents))
+    source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder}/questions.jsonl}}}}\n"
+    (folder / "empty.yaml").write_text(f"{EMPTY_ANSWERS}{source}test_split: test\n")
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5)])
+def test_answers_may_be_empty(tmp_path: Path, ranks: int, count: int) -> None:
+    """All of a batch, so that no token is scored."""
+    options = prepare(tmp_path)[:-3]
+    write_questions(tmp_path, count)
+    lines = train(tmp_path / "run", tmp_path, ranks, *options, "--validation.tasks", "empty")
+    scores = [line["validation_task_empty_acc"] for line in lines if "validation_task_empty_acc" in line]
+    # Empty ones are equally likely, and the first one counts.
+    assert len(scores) == 2
+    assert all(round(score * count) in (count - 1, count) for score in scores)
+
+
+def test_no_requests_have_no_answers() -> None:
+    check = RequestCheck.__new__(RequestCheck)
+    check.batch_size, check.seq_len = 2, 8
+    assert check._loglikelihood_tokens([], disable_tqdm=True) == []
+    assert check.generate_until([], disable_tqdm=True) == []
+    assert check.loglikelihood_rolling([], disable_tqdm=True) == []
+
+
+def signal_while_requests_are_built() -> None:
+    from lm_eval.api.task import ConfigurableTask
+
+    skip_default_tasks()
+    original, calls = ConfigurableTask.construct_requests, 0
+
+    def construct(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 250 + 20:  # in the first validation, after the check before training
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        assert calls <= 250 + 20 + CALLS_PER_CHECK, "the stop was not seen"
+        return original(*arguments, **options)
+
+    ConfigurableTask.construct_requests = construct
+
+
+def test_stop_is_seen_while_requests_are_built(tmp_path: Path) -> None:
+    options = [option for option in prepare(tmp_path)[:-3] if option not in ("--validation.weights", "both")]
+    write_questions(tmp_path, 250)
+    result = run_command(
+        *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml"),
+        *("--job.dump_folder", str(tmp_path / "run"), "--data.path", str(tmp_path / "text.txt")),
+        *("--training.steps", "4", "--training.seq_len", "64", "--training.local_batch_size", "2"),
+        *(*options, "--validation.tasks", "empty"),
+        environment=OFFLINE,
+        hook=signal_while_requests_are_built,
+    )
+    assert result.returncode == 75, result.stderr
+    assert "validation after step 2 is aborted: the run was asked to stop" in result.stderr
 
 
 def test_requests_that_cannot_be_answered_are_rejected_before_training(tmp_path: Path) -> None:

@@ -142,13 +142,14 @@ class HarnessModel(HarnessBase):
     def eos_ids(self) -> Collection[int]:
         return self.trained.eos_ids
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.trained.encode_prompt(text)
+    @property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        return self.trained.added_ids
 
     @torch.inference_mode()
     def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
         # No token attends to the padding on the right.
-        tokens = pad_sequence([torch.tensor(row[:-1]) for row in rows], batch_first=True)
+        tokens = pad_sequence([torch.tensor(row[:-1] or [0]) for row in rows], batch_first=True)
         logits = self.trained.model(tokens.to(self.trained.device))
         if isinstance(logits, DTensor):
             logits = logits.full_tensor()
@@ -156,7 +157,7 @@ class HarnessModel(HarnessBase):
         for row, count, row_logits in zip(rows, counts, logits, strict=True):
             end = len(row) - 1
             scores = row_logits[end - count : end].float().log_softmax(dim=-1)
-            wanted = torch.tensor(row[len(row) - count :], device=scores.device)
+            wanted = torch.tensor(row[len(row) - count :], dtype=torch.int64, device=scores.device)
             likelihood = scores.gather(1, wanted[:, None]).sum().item()
             results.append((likelihood, bool((scores.argmax(dim=-1) == wanted).all())))
         return results

@@ -10,6 +10,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ class Tokenizer(ABC):
     """Ids that the tokenizer's own files put before and after each text, as ``AutoTokenizer`` reads them."""
 
     @property
+    def added_bos(self) -> tuple[list[int], list[int]]:
+        """Ids before and after a prompt that begins as a document of the training data: BOS, if there is one."""
+        return ([] if self.bos_id is None else [self.bos_id]), []
+
+    @property
     def identity(self) -> str:
         """Its hash, as stored in checkpoints."""
         return f"SHA-256 {self.content_hash[:16]}..."
@@ -68,6 +74,27 @@ class Tokenizer(ABC):
         """Ids of ``text`` with those that the tokenizer's own files add, as ``AutoTokenizer`` adds them by default."""
         before, after = self.added_ids
         return [*before, *self.ids_of(text), *after]
+
+    def ids_with_special(self, text: str) -> list[int]:
+        """Ids of ``text`` without added ones, in which a special token that it spells has the id of that token.
+
+        As ``AutoTokenizer`` encodes by default; for texts whose author means the token.
+        """
+        names = self._special_names
+        pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+        ids: list[int] = []
+        for number, part in enumerate(re.split(f"({pattern})", text) if pattern else [text]):
+            if part:  # every second part is a special token
+                ids += [names[part]] if number % 2 else self.ids_of(part)
+        return ids
+
+    @cached_property
+    def _special_names(self) -> dict[str, int]:
+        return {name: token for token in self.special_ids if (name := self.name_of(token))}
+
+    @abstractmethod
+    def name_of(self, token: int) -> str:
+        """How a text spells the special token with this id."""
 
     @abstractmethod
     def ids_of(self, text: str) -> list[int]:
@@ -189,6 +216,10 @@ class SentencePieceTokenizer(Tokenizer):
         ids: list[int] = self._processor.encode(text.encode("utf-8", "replace").decode())
         return ids
 
+    def name_of(self, token: int) -> str:
+        name: str = self._processor.IdToPiece(token)
+        return name
+
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._processor.decode([i for i in ids if i < self.vocab_size])
         return text
@@ -271,6 +302,22 @@ class JsonTokenizer(Tokenizer):
     def ids_of(self, text: str) -> list[int]:
         text = text.encode("utf-8", "replace").decode()  # replaces lone surrogates
         return self._encoder.encode(text, add_special_tokens=False).ids
+
+    def ids_with_special(self, text: str) -> list[int]:
+        # By the library itself: its special tokens may take in spaces, and its normalizer may only change a beginning.
+        text = text.encode("utf-8", "replace").decode()
+        return self._library_with_special.encode(text, add_special_tokens=False).ids
+
+    @cached_property
+    def _library_with_special(self) -> tokenizers.Tokenizer:
+        library = tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
+        library.no_padding()
+        library.no_truncation()
+        library.encode_special_tokens = False
+        return library
+
+    def name_of(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token) or ""
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
@@ -358,6 +405,9 @@ class TiktokenTokenizer(Tokenizer):
 
     def ids_of(self, text: str) -> list[int]:
         return [token for part in _short_parts(text) for token in self._encoding.encode_ordinary(part)]
+
+    def name_of(self, token: int) -> str:
+        return self._encoding.decode([token])
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([i for i in ids if i < self.vocab_size])

@@ -47,9 +47,10 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
     def eos_ids(self) -> Collection[int]:
         """Tokens that end a text."""
 
+    @property
     @abstractmethod
-    def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of ``text``, which begins as the texts that the model was trained on."""
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Ids before and after a text that begins as those that the model was trained on."""
 
     @abstractmethod
     def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
@@ -82,15 +83,14 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
         )
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """As the harness's own model: a text may spell special tokens; one that begins with BOS gets no second one."""
         tokenizer = self.text_tokenizer
-        if add_special_tokens is False:
-            return tokenizer.encode(string)
+        ids = tokenizer.ids_with_special(string)
         begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        if add_special_tokens is None and begin is not None:
-            spelled = tokenizer.decode([begin])
-            if spelled and string.startswith(spelled):  # as in the harness's own model, no second one is added
-                return [begin, *tokenizer.encode(string.removeprefix(spelled))]
-        return self.encode_prompt(string)
+        if add_special_tokens is False or (add_special_tokens is None and begin is not None and ids[:1] == [begin]):
+            return ids
+        before, after = self.added_ids
+        return [*before, *ids, *after]
 
     def _batches(self, requests: Collator, disable: bool) -> Iterable[Any]:
         total = -(-len(requests) // self.batch_size)

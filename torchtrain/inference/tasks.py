@@ -3,7 +3,7 @@
 import io
 import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
@@ -24,13 +24,14 @@ from torchtrain.parallelisms.parallel_model import ParallelModel
 
 SEEDS = (0, 1234, 1234)  # of random, NumPy and torch: the harness's own defaults
 FEWSHOT_SEED = 1234
+CALLS_PER_CHECK = 100  # documents and texts between two checks for a stop, in a few milliseconds
 
 
 class TrainingHarness(HarnessBase):
     """The model under training as a model of the harness; requests are divided among data-parallel ranks."""
 
     watched: Callable[[], AbstractContextManager[None]]
-    """Context of each forward; set for each validation."""
+    """Context of each part of the work, such as a forward; set for each validation."""
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer, model: ParallelModel) -> None:
         super().__init__()
@@ -39,6 +40,8 @@ class TrainingHarness(HarnessBase):
         self.tokenizer_of_run = tokenizer
         self.seq_len = config.training.seq_len
         self.batch_size = config.training.local_batch_size * self.logits.data_ranks
+        self.watched = nullcontext
+        self.host_work = 0
 
     @property
     def max_length(self) -> int:
@@ -52,19 +55,50 @@ class TrainingHarness(HarnessBase):
     def eos_ids(self) -> Collection[int]:
         return ()  # beside the tokenizer's
 
-    def encode_prompt(self, text: str) -> list[int]:
-        return self.tokenizer_of_run.encode(text, bos=True)  # as a document of the training data
+    @property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        return self.tokenizer_of_run.added_bos
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        self.count_host_work()
+        return super().tok_encode(string, add_special_tokens, **options)
+
+    def count_host_work(self) -> None:
+        """Called for each document and text, equally often on all ranks: checks now and then for a stop."""
+        self.host_work += 1
+        if self.host_work % CALLS_PER_CHECK == 0:
+            with self.watched():
+                pass
+
+    @contextmanager
+    def counting_host_work(self, tasks: Any) -> Iterator[None]:
+        """A context manager in which building requests and processing results of ``tasks`` can be stopped, too."""
+
+        def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*arguments: Any, **options: Any) -> Any:
+                self.count_host_work()
+                return method(*arguments, **options)
+
+            return call
+
+        with ExitStack() as stack:
+            for task in tasks:
+                for name in ("construct_requests", "process_results"):
+                    stack.callback(delattr, task, name)
+                    setattr(task, name, counted(getattr(task, name)))
+            yield
 
     def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
         own = self.logits.share(len(rows))
-        shape = self.logits.batch_shape(len(own), max(len(rows[i]) for i in own) - 1)
+        shape = self.logits.batch_shape(len(own), max(max(len(rows[i]) for i in own) - 1, 1))
         tokens = right_padded([rows[i][:-1] for i in own], shape, self.device_of_model)
         scored = [
             (row, position, rows[i][position + 1])
             for row, i in enumerate(own)
             for position in range(len(rows[i]) - 1 - counts[i], len(rows[i]) - 1)
         ]
-        at, positions, wanted = torch.tensor(scored, device=self.device_of_model).view(-1, 3).unbind(dim=1)
+        scored_tokens = torch.tensor(scored, dtype=torch.int64, device=self.device_of_model)
+        at, positions, wanted = scored_tokens.view(-1, 3).unbind(dim=1)  # none, if all answers are empty
 
         def score(logits: torch.Tensor, part: slice) -> torch.Tensor:
             likelihoods = logits.log_softmax(dim=-1).gather(1, wanted[part, None])[:, 0]
@@ -139,10 +173,15 @@ class Tasks:
 
         logger.info("scoring %s after step %d", ", ".join(self.config.tasks), step)
         self.harness.watched = watched
-        for task in self.loaded["tasks"].values():
+        tasks = list(self.loaded["tasks"].values())
+        for task in tasks:
             task.set_fewshot_seed(seed=FEWSHOT_SEED)
         # Progress bars of the harness go to stderr on all ranks.
-        with same_random_numbers(self.harness.device_of_model), redirect_stderr(io.StringIO()):
+        with (
+            same_random_numbers(self.harness.device_of_model),
+            redirect_stderr(io.StringIO()),
+            self.harness.counting_host_work(tasks),
+        ):
             found = evaluate(
                 lm=self.harness,
                 task_dict=self.loaded,

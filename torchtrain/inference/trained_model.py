@@ -34,9 +34,15 @@ class TrainedModel:
     bos: bool
     eos_ids: frozenset[int]
 
+    @property
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Ids before and after a text that begins like the texts that the model was trained on."""
+        return self.tokenizer.added_bos if self.bos else self.tokenizer.added_ids
+
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of ``text``, which begins like the texts that the model was trained on."""
-        return self.tokenizer.encode(text, bos=True) if self.bos else self.tokenizer.encode_prompt(text)
+        before, after = self.added_ids
+        return [*before, *self.tokenizer.encode(text), *after]
 
 
 def load_model(

@@ -80,7 +80,7 @@ class TrainingLogits:
             chosen = select(hidden, rows, positions, tokens.shape[1], mesh)
             size = max(MIN_CHUNK_TOKENS, self.model.loss.max_logits_bytes // (4 * self.vocab_size))
             results = []
-            for first in range(0, len(rows), size):
+            for first in range(0, max(1, len(rows)), size):  # also without any, for the collectives of the layer
                 part = slice(first, first + size)
                 logits = output(chosen[:, part])
                 if isinstance(logits, DTensor):
