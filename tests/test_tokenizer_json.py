@@ -108,7 +108,10 @@ def test_export_of_an_imported_model_has_the_original_tokenizer_files(folder: Pa
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     write_hf_config(tmp_path, TINY, "float32", str(folder), bos=False)
     for file in folder.iterdir():
-        assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+        # The class has the name that version 4 of transformers has, too.
+        expected = file.read_bytes().replace(b'"TokenizersBackend"', b'"PreTrainedTokenizerFast"')
+        assert (tmp_path / file.name).read_bytes().rstrip() == expected.rstrip(), file.name
+    assert b'"TokenizersBackend"' in (folder / "tokenizer_config.json").read_bytes()
     assert load_tokenizer(str(tmp_path)).content_hash == load_tokenizer(str(folder)).content_hash
 
 

@@ -67,8 +67,25 @@ def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, *, bos: b
         fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         fixed |= {"add_bos_token": bool(added[0]), "add_eos_token": bool(added[1])}
         _update_json(folder / TOKENIZER_CONFIG, {"clean_up_tokenization_spaces": False, **names}, fixed)
+    else:
+        _require_known_class(folder / TOKENIZER_CONFIG)
     if bos and eos_ids and (folder / GENERATION_CONFIG).exists():
         _update_json(folder / GENERATION_CONFIG, {}, {"eos_token_id": one_or_all(eos_ids)})
+
+
+def _require_known_class(path: Path) -> None:
+    """Write the class of a tokenizer.json by the name that all versions of transformers have.
+
+    Version 5 calls it TokenizersBackend, and lists additional special tokens under another name than version 4 reads.
+    """
+    content = json.loads(path.read_bytes())
+    if content.get("tokenizer_class") != "TokenizersBackend":
+        return
+    fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if isinstance(content.get("extra_special_tokens"), list):  # version 4 expects an object there
+        content["additional_special_tokens"] = content.pop("extra_special_tokens")
+        path.write_text(json.dumps(content), encoding="utf-8")
+    _update_json(path, {}, fixed)
 
 
 def one_or_all(ids: Sequence[int]) -> int | list[int] | None:
