@@ -36,7 +36,7 @@ from torchtrain import convert as convert_command
 from torchtrain import generate
 from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
 from torchtrain.checkpoint.hf.conversion import SourceWeights, convert
-from torchtrain.checkpoint.hf.export import NOTE, _origin, check_export, needs_export
+from torchtrain.checkpoint.hf.export import ORIGIN, _origin, check_export, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_architecture, files_by_size, write_hf_config
 from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.storage import MANIFEST
@@ -837,7 +837,8 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
         (tmp_path / f"checkpoint/step-{step}").mkdir(parents=True)
         (tmp_path / f"checkpoint/step-{step}" / MANIFEST).write_text(str(step))
     (tmp_path / "hf").mkdir()
-    (tmp_path / "hf" / NOTE).write_text(json.dumps(_origin(config, 2)))
+    (tmp_path / "hf/config.json").write_text("{}")
+    (tmp_path / ORIGIN).write_text(json.dumps(_origin(config, 2)))
     group: Any = None
     assert not needs_export(config, 2, group)
     assert needs_export(config, 4, group)

@@ -18,15 +18,17 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
+from torchtrain import object_store
 from torchtrain.checkpoint import object_storage, outputs
 from torchtrain.checkpoint.format import _StagedFiles, read_manifest, verify
-from torchtrain.checkpoint.hf.export import NOTE, _origin, needs_export
+from torchtrain.checkpoint.hf.export import ORIGIN, _origin, needs_export
 from torchtrain.checkpoint.object_storage import ObjectStorage, ObjectStore
 from torchtrain.checkpoint.outputs import METRICS, OUTPUTS, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
+from torchtrain.datasets.data_folder import open_folder
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
 
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
@@ -613,12 +615,43 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     (tmp_path / "hf/config.json").write_bytes(b"{}")
-    (tmp_path / "hf" / NOTE).write_text(json.dumps(_origin(config, 4)))  # killed before the upload
+    origin = json.dumps(_origin(config, 4)).encode()
+    (tmp_path / ORIGIN).write_bytes(origin)  # killed before the upload
     assert needed()
-    storage().store.upload(tmp_path / "hf", "hf", last=("config.json", NOTE))
+    storage().store_export(tmp_path / "hf", origin)
     assert not needed()
-    written = [name for name in MemoryFileSystem.store if "/hf/" in name]
-    assert [name.rpartition("/")[2] for name in written] == ["model.safetensors", "config.json", NOTE]
+    written = [name.removeprefix("/0/run/checkpoint/") for name in MemoryFileSystem.store if "hf" in name]
+    assert written == ["hf/config.json", "hf/model.safetensors", "hf_made_from.json"]
+
+
+def test_upload_of_which_the_store_keeps_less_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An export and a file of prepared data; it is uploaded again, and if that does not help, an error."""
+    monkeypatch.setattr(object_store, "PAUSES_SECONDS", (0.0, 0.0, 0.0))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
+    attempts = 0
+    put = MemoryFileSystem.put_file
+
+    def keep_less(system: MemoryFileSystem, source: str, target: str, **options: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        put(system, source, target, **options)
+        if attempts <= failing:
+            MemoryFileSystem.store[target] = MemoryFile(None, target, b"weig")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", keep_less)
+
+    def prepared() -> None:
+        with open_folder("memory://0/prepared", "prepare.output").write("shard") as file:
+            file.write(b"weights")
+
+    for work in (lambda: storage().store_export(tmp_path / "hf", b"{}"), prepared):
+        failing, attempts = 2, 0
+        work()
+        assert attempts == 3
+        failing, attempts = 100, 0
+        with pytest.raises(StorageError, match="the store has 4 bytes of an upload of 7"):
+            work()
 
 
 def test_copy_of_a_checkpoint_beside_it_is_not_deleted() -> None:

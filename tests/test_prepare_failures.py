@@ -129,7 +129,7 @@ def test_shards_that_were_not_flushed_are_verified_and_flushed_by_their_process(
     whole, folder = tmp_path / "whole", tmp_path / "out"
     share(source, whole)
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize_dataset, "_finish", lambda *_, **__: None)  # killed before its end
+        patch.setattr(tokenize_dataset, "_finish", lambda *_, **__: "a manifest")  # killed before its end
         share(source, folder)
     written = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.tokens")}
     lost = folder / "shard-00003.tokens"  # of process 1 of 2

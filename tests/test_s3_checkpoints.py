@@ -80,7 +80,7 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(
     assert same_tensors(tensors_in(storage, STEPS), expected)
     # Its metrics of the steps before, which it has not computed, come from the checkpoint.
     assert logged_losses(tmp_path / "empty") == logged_losses(local)
-    assert "has no metrics: restored those in" in output
+    assert "lacked metrics of other starts of the run: added those in" in output
     assert len(list((tmp_path / "empty/tensorboard").iterdir())) == 2
     folders = {name.split("/")[0] for name in s3_server.objects(bucket, "run/checkpoint/")}
     assert folders == {*storage.names(), "lease"}  # nothing is left of the kill

@@ -4,12 +4,15 @@ Credentials and endpoints come from the provider's own environment variables and
 AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_CONNECTION_STRING.
 """
 
+import base64
 import errno
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -17,7 +20,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from torchtrain.errors import ConfigError, DataError, StorageError, TorchtrainError
-from torchtrain.files import MISSING, TRANSIENT_ERRNOS, scheme_of
+from torchtrain.files import BLOCK_BYTES, MISSING, TRANSIENT_ERRNOS, scheme_of
 from torchtrain.logging import logger
 
 T = TypeVar("T")
@@ -186,6 +189,36 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
             logger.warning("%s: next attempt in %g s: %s", location, pause, _reason(chain))
             time.sleep(pause)
     raise AssertionError
+
+
+def upload_file(file_system: fsspec.AbstractFileSystem, source: Path, path: str, url: str) -> None:
+    """Upload a local file to the object ``path``, and check that the store has it whole. ``url``: for messages.
+
+    Raises:
+        StorageError: the store does not respond, or keeps something else, for minutes.
+        ConfigError, FileNotFoundError: see ``with_store_retries``.
+    """
+    size = source.stat().st_size
+
+    def upload() -> None:
+        with_timeout(file_system, "put_file", size)(str(source), path)
+        file_system.invalidate_cache()
+        info = with_timeout(file_system, "info")(path)
+        if info["size"] != size:
+            raise ConnectionError(f"the store has {info['size']} bytes of an upload of {size}")
+        md5 = info.get("md5Hash")  # of Google Cloud Storage; S3's client sends a checksum that the store compares
+        if md5 and base64.b64decode(md5) != _md5(source):
+            raise ConnectionError("the store has another MD5 than the uploaded file")
+
+    with_store_retries(upload, url)
+
+
+def _md5(file: Path) -> bytes:
+    digest = hashlib.md5(usedforsecurity=False)
+    with file.open("rb") as opened:
+        while block := opened.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.digest()
 
 
 def tag_of(info: dict[str, Any]) -> str:

@@ -43,13 +43,21 @@ from torchtrain.checkpoint.storage import (
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.files import MISSING
 from torchtrain.logging import logger
-from torchtrain.object_store import MIN_ATTEMPTS, error_code, open_file_system, with_store_retries, with_timeout
+from torchtrain.object_store import (
+    MIN_ATTEMPTS,
+    error_code,
+    open_file_system,
+    upload_file,
+    with_store_retries,
+    with_timeout,
+)
 
 # step-N, or step-N.<generation>-<id of the lease>.<number of the save>
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
 MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|deleted)\.([1-9][0-9]*)")
 LEASE_FILE = re.compile(r"[0-9]{8,}\.json")
 ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``ObjectStore.check_access``
+EXPORT, EXPORT_ORIGIN = "hf", "hf_made_from.json"  # folder of the export, and what it was made from
 REQUESTS = 8  # at a time
 FILES_AT_ONCE = 4  # which a rank writes, or reads
 RANGES_AT_ONCE = 4  # of one file
@@ -154,8 +162,7 @@ class ObjectStore:
 
         for file in sorted(folder.iterdir(), key=order):
             name = f"{target}/{file.name}".lstrip("/")
-            put = with_timeout(file_system, "put_file", file.stat().st_size)
-            with_store_retries(partial(put, str(file), f"{root}/{name}"), self.url_of(name))
+            upload_file(file_system, file, f"{root}/{name}", self.url_of(name))
 
     def check_access(self) -> None:
         """Create an object, check that it cannot be created again, and delete it. Raises ConfigError."""
@@ -480,6 +487,19 @@ class ObjectStorage(CheckpointStorage):
     def itself(self) -> ObjectCheckpoint | None:
         return ObjectCheckpoint(self.store, "") if self.store.exists(MANIFEST) else None
 
+    def store_export(self, folder: Path, origin: bytes) -> str:
+        self.store.delete(EXPORT_ORIGIN)  # first, so that an interrupted export is repeated
+        self.store.delete_folder(EXPORT)
+        self.store.upload(folder, EXPORT, last=())
+        self.store.write(EXPORT_ORIGIN, origin)
+        return self.store.url_of(EXPORT)
+
+    def read_export_origin(self) -> bytes:
+        try:
+            return self.store.read(EXPORT_ORIGIN)
+        except MISSING:
+            return b""
+
     def stage(self, step: int, lease: WriterLease) -> ObjectStagedCheckpoint:
         self._saves += 1
         return ObjectStagedCheckpoint(self, step, f"step-{step}.{lease.generation}-{lease.id[:8]}.{self._saves}")
@@ -583,7 +603,7 @@ class ObjectStorage(CheckpointStorage):
         for upload in uploads:
             folder = upload["Key"].removeprefix(self.store.key("")).partition("/")[0]
             by = _generation(folder)
-            if folder == "hf" or (by and (self._own is None or by < self._own.lease.generation)):
+            if folder == EXPORT or (by and (self._own is None or by < self._own.lease.generation)):
                 require_lease()
                 self.store.abort_upload(upload)
 

@@ -145,7 +145,7 @@ def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
                 written.write(content)
             restored = True
     if restored:
-        logger.info(f"{dump_folder} lacked metrics of other starts of the run: they are those in {checkpoint}")
+        logger.info(f"{dump_folder} lacked metrics of other starts of the run: added those in {checkpoint}")
 
 
 def merge_metrics(own: bytes, other: bytes) -> bytes:

@@ -243,6 +243,22 @@ class CheckpointStorage(ABC):
             SupersededError: another start has stored a lease of this generation. Not every storage can detect this.
         """
 
+    def store_export(self, folder: Path, origin: bytes) -> str:  # noqa: ARG002
+        """Store an export (``checkpoint.last_save_in_hf``) in place of an earlier one, and return where it is.
+
+        Args:
+            folder: a local folder with the files of the export, which stays.
+            origin: what ``read_export_origin`` returns from now on. It makes the export complete, so store it last.
+
+        Returns:
+            Path or URL for messages; empty if the storage keeps no exports: then it is only in the dump folder.
+        """
+        return ""
+
+    def read_export_origin(self) -> bytes | None:
+        """The ``origin`` of the stored export; empty if there is none, None if the storage keeps no exports."""
+        return None
+
     def remove_left_overs(self, require_lease: Callable[[], None]) -> None:  # noqa: B027
         """Remove what killed starts have left; afterwards these can no longer complete a checkpoint.
 

@@ -31,7 +31,15 @@ from torchtrain.files import (
     read_file,
     with_retries,
 )
-from torchtrain.object_store import has_tag, open_file_system, read_range, tag_of, with_store_retries, with_timeout
+from torchtrain.object_store import (
+    has_tag,
+    open_file_system,
+    read_range,
+    tag_of,
+    upload_file,
+    with_store_retries,
+    with_timeout,
+)
 
 Range = tuple[str, int, int]
 """Name of a file, offset, and number of bytes."""
@@ -290,8 +298,7 @@ class RemoteFolder(DataFolder):
                     "free space there, or set TMPDIR to another disk"
                 ) from error
             with self._bucket_exists():
-                put = with_timeout(self._file_system, "put_file", os.path.getsize(file.name))
-                with_store_retries(functools.partial(put, file.name, key), self._url(name))
+                upload_file(self._file_system, Path(file.name), key, self._url(name))
 
     def create(self, name: str, content: bytes) -> bool:
         key = self._key(name)

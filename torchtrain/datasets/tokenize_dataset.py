@@ -121,7 +121,13 @@ def prepare(
             own = {name: number for number, name in enumerate(names) if number % world_size == rank}
             _run(write, is_complete, own, processes, progress)
             documents.require_unchanged()
-        return _finish(output, plan, names, documents.file_count, flushed=flush)
+        manifest = _finish(output, plan, names, documents.file_count, flushed=flush)
+    if manifest is None and world_size == 1:
+        raise StorageError(
+            f"{output.location} lacks files that this command has written, or they have other sizes: run it again when "
+            "the storage keeps what is written"
+        )
+    return manifest
 
 
 def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:

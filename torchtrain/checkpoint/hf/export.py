@@ -9,18 +9,17 @@ import xxhash
 from torchtrain.checkpoint.hf.config import CONFIG_FILE
 from torchtrain.checkpoint.hf.weights import require_exportable, save_hf
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import on_rank0
 from torchtrain.distributed.process_group import set_timeout
 from torchtrain.errors import ConfigError
-from torchtrain.files import MISSING, is_url, read_file, require_folder
+from torchtrain.files import MISSING, atomic_write, read_file, require_folder
 from torchtrain.logging import BestEffort, logger
 from torchtrain.models.spec import DecoderConfig
 
-NOTE = "made_from.json"  # in hf/
+ORIGIN = "hf_made_from.json"  # beside hf/, whose files depend only on the weights
 EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidates the files
 
 
@@ -44,12 +43,13 @@ def needs_export(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool
     """
 
     def is_outdated() -> bool:
+        folder = Path(config.job.dump_folder)
         try:
-            if is_url(config.checkpoint.folder):
-                note = ObjectStore(config.checkpoint.folder, "checkpoint.folder").read(f"hf/{NOTE}")
-            else:
-                note = read_file(Path(config.job.dump_folder) / "hf" / NOTE)
-            return bool(json.loads(note) != _origin(config, step))
+            origin = checkpoint_storage(config).read_export_origin()
+            if origin is None:
+                read_file(folder / "hf" / CONFIG_FILE)
+                origin = read_file(folder / ORIGIN)
+            return bool(json.loads(origin) != _origin(config, step))
         except (*MISSING, ValueError):
             return True
 
@@ -70,14 +70,11 @@ def export_hf(config: JobConfig, step: int, checkpoint: CheckpointManager, model
     set_timeout(EXPORT_SECONDS)
     weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
     save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path, replace_old=True)
-    if dist.get_rank() == 0 and config.checkpoint.enable:
-        with BestEffort(str(folder / NOTE)):  # if it fails, the next start exports again
-            (folder / NOTE).write_text(json.dumps(_origin(config, step)), encoding="utf-8")
     logger.info("wrote %s", folder)
-    if dist.get_rank() == 0 and is_url(config.checkpoint.folder):
+    if dist.get_rank() == 0 and config.checkpoint.enable:
+        origin = json.dumps(_origin(config, step)).encode()
         # The dump folder may be lost with its node.
-        store = ObjectStore(config.checkpoint.folder, "checkpoint.folder")
-        store.delete(f"hf/{NOTE}")  # first, so that an interrupted export is repeated
-        store.delete_folder("hf")
-        store.upload(folder, "hf", last=(CONFIG_FILE, NOTE))
-        logger.info("wrote %s", store.url_of("hf"))
+        if stored := checkpoint_storage(config).store_export(folder, origin):
+            logger.info("wrote %s", stored)
+        with BestEffort(ORIGIN), atomic_write(folder.with_name(ORIGIN)) as file:  # else the next start exports again
+            file.write(origin)
