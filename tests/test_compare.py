@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -232,7 +233,7 @@ def compare(*arguments: object) -> tuple[int, dict[str, Any]]:
     """Run the command; returns its exit code and its JSON output."""
     with redirect_stdout(io.StringIO()) as output:
         code = main([*map(str, arguments), "--json"])
-    assert code in (0, 1)
+    assert code in (0, 1, 3)
     return code, json.loads(output.getvalue())
 
 
@@ -338,7 +339,7 @@ def test_line_with_only_a_validation_loss_is_not_a_step_of_the_curve(tmp_path: P
     for folder in (a, b):
         add_lines(folder, {"step": 10, "validation_loss": 2.0}, {"step": 20, "validation_loss": 2.0})
     code, report = compare(a, b)
-    assert code == 0, report
+    assert code == 3, report  # too few steps
     assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 9 steps up to 9"
 
 
@@ -347,7 +348,7 @@ def test_steps_before_a_restart_from_scratch_are_not_compared(tmp_path: Path) ->
     repeated = [{"step": step, "loss": 1.0, "grad_norm": 2.0, "lr": 1e-3} for step in range(1, 5)]
     add_lines(b, {"step": 0, "event": "start", "ranks": 1}, *repeated)
     code, report = compare(a, b)
-    assert code == 0, report
+    assert code == 3, report  # too few steps
     assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 4 steps up to 4"
 
 
@@ -357,7 +358,7 @@ def test_curves_are_compared_when_the_config_does_not_fit_the_last_start(tmp_pat
         lines = (folder / "metrics.jsonl").read_text()
         (folder / "metrics.jsonl").write_text(f'{{"step": 0, "event": "start", "ranks": {ranks}}}\n{lines}')
     code, report = compare(a, b)
-    assert code == 0, report
+    assert code == 3, report  # too few steps
     assert report["logged"]["match"] is True
     assert "options are the same" in report["config"]["lines"]
 
@@ -367,7 +368,7 @@ def test_losses_that_are_not_finite_are_compared(tmp_path: Path) -> None:
         fake_run(tmp_path / name, losses)
         for name, losses in (("a", [1.0, 1.0]), ("b", [1.0, None]), ("c", [1.0, None]))
     )
-    assert compare(nan, also)[0] == 0
+    assert compare(nan, also)[0] == 3  # no difference, in too few steps
     code, report = compare(finite, nan)
     assert code == 1
     assert report["logged"]["found"][0] == {"curve": "loss", "step": 2, "how": "jumps", "distance": None}
@@ -477,7 +478,7 @@ def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None
     result = run_command("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "  step 3: match, " in result.stdout
-    assert result.stdout.endswith("match to within rounding\n")
+    assert re.search(r"\nmatch to within rounding: 3 logged steps and [0-9]+ tensors\n$", result.stdout), result.stdout
     assert not result.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -589,7 +590,7 @@ def test_comparison_with_transformers_finds_differences(trained_run: Path, tmp_p
     (tmp_path / "hf/config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-6}))
     code, report = compare(trained_run, "--against", tmp_path / "hf")
     assert code == 1
-    assert report["computed"]["lines"][0].startswith("step 1, layers.0.attention_norm output: ")
+    assert report["computed"]["lines"][1].startswith("step 1, layers.0.attention_norm output: ")
 
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     (file,) = (tmp_path / "hf").glob("*.safetensors")
@@ -601,7 +602,7 @@ def test_comparison_with_transformers_finds_differences(trained_run: Path, tmp_p
     save_file(weights, file, {"format": "pt"})
     code, report = compare(trained_run, "--against", tmp_path / "hf")
     assert code == 1
-    first, second = report["computed"]["lines"]
+    _, first, second = report["computed"]["lines"]
     assert first.startswith("step 1, layers.0.attention.wq.weight: ")
     assert second.startswith("its rows are in the order of Meta's files")
 
@@ -621,7 +622,24 @@ def test_comparison_with_transformers_of_an_incomplete_batch(tmp_path: Path) -> 
     checked_command("torchtrain.convert", str(a), str(tmp_path / "hf"), "--dtype", "float32")
     found = run_command("torchtrain.compare", str(a), "--against", str(tmp_path / "hf"))
     assert found.returncode == 0, found.stderr
-    assert found.stdout.endswith("match to within rounding\n")
+    assert re.search(r"\nmatch to within rounding: [0-9]+ tensors\n$", found.stdout), found.stdout
+    assert f"{a}/checkpoint/step-3 and {tmp_path}/hf, on one batch of the data" in found.stdout
+
+
+def test_bitwise_runs_and_runs_with_too_little_in_common_have_verdicts_of_their_own(tmp_path: Path) -> None:
+    saving = ("--checkpoint.enable", "--checkpoint.interval", "1")
+    a, b = run(tmp_path / "a", *saving), run(tmp_path / "b", *saving)
+    for folder in (a, b):
+        shutil.rmtree(folder / "fingerprints", ignore_errors=True)
+    result = run_command("torchtrain.compare", str(a), str(b))
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"\nmatch bitwise: 3 logged steps and [0-9]+ tensors\n$", result.stdout), result.stdout
+    shutil.rmtree(b / "checkpoint")
+    result = run_command("torchtrain.compare", str(a), str(b), "--json")
+    assert result.returncode == 3, result.stderr
+    report = json.loads(result.stdout)
+    assert report["match"] is None
+    assert report["verdict"].startswith("no difference in 3 logged steps, which proves nothing: compare saved steps")
 
 
 def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:

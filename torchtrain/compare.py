@@ -1,6 +1,7 @@
 """Compare two runs and name the first tensor that differs: ``python -m torchtrain.compare RUN_A RUN_B``.
 
-Exit code 0: the runs match to within rounding; 1: they differ; 2: there is nothing to compare. See docs/compare.md.
+Exit code 0: the runs match, bitwise or to within rounding; 1: they differ; 2: there is nothing to compare; 3: there is
+too little to compare. See docs/compare.md.
 """
 
 import json
@@ -56,30 +57,30 @@ def main(argv: Sequence[str]) -> int:
     import torch.distributed as dist
 
     from torchtrain.comparison.implementations import compare_implementations
-    from torchtrain.comparison.runs import compare_runs, open_run, plot_losses
+    from torchtrain.comparison.runs import compare_runs, open_run, plot_losses, verdict
 
     runs = [open_run(folder) for folder in (options.run_a, options.run_b) if folder]
     report = compare_implementations(runs[0], Path(options.against)) if options.against else compare_runs(*runs)
     if dist.is_initialized():
         dist.destroy_process_group()
-    match = all(answer["match"] is not False for answer in report.values())
-    if match and not any(answer["match"] for title, answer in report.items() if title != "config"):
+    summary, match = verdict(report)
+    if match is not False and not any(answer["match"] for title, answer in report.items() if title != "config"):
         raise ConfigError(
             "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
             "written fingerprints of (--debug.fingerprint_steps 1 2)"
         )
     if options.json:
         # JSON has no infinity: null.
-        finite = json.loads(json.dumps({"match": match, **report}), parse_constant=lambda _: None)
+        finite = json.loads(json.dumps({"match": match, "verdict": summary, **report}), parse_constant=lambda _: None)
         text = json.dumps(finite, indent=1)
     else:
         text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
-        text += "match to within rounding" if match else "they differ"
+        text += summary
     sys.stdout.write(f"{text}\n")
     if options.picture:
         with writing(options.picture, "--picture"):
             plot_losses(runs, options.picture)
-    return int(not match)
+    return {True: 0, False: 1, None: 3}[match]
 
 
 if __name__ == "__main__":

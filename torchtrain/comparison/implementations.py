@@ -10,6 +10,7 @@ from torch import nn
 
 from torchtrain.checkpoint.hf.config import hf_format, read_hf_config
 from torchtrain.checkpoint.hf.weights import check_same_architecture
+from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.comparison.fingerprint_recorder import FingerprintRecorder
 from torchtrain.comparison.fingerprints import StepFingerprints, first_difference
 from torchtrain.comparison.runs import Finding, RunFolder, summarize
@@ -60,9 +61,12 @@ def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[s
     loader.close()
     step = fingerprint_of(ours, ours, str, batch)
     finding, before = first_difference(step, fingerprint_of(theirs, ours, hf_name, batch), 1)
+    about = Finding(f"{find_checkpoint(run.path)} and {hf_folder}, on one batch of the data")
     if finding is None:
-        return {"computed": summarize([Finding(f"{len(step.tensors)} tensors agree to {before:.1e}", True)])}
-    findings = [Finding(str(finding), False, finding._asdict())]
+        count = len(step.tensors)
+        agree = Finding(f"{count} tensors agree to {before:.1e}", True, steps=1, tensors=count)
+        return {"computed": summarize([about, agree])}
+    findings = [about, Finding(str(finding), False, finding._asdict())]
     for kind, heads in {"attention.wq": ours.config.n_heads, "attention.wk": ours.config.n_kv_heads}.items():
         if finding.key.endswith(f"{kind}.weight"):
             other = theirs.get_parameter(hf_name(finding.key))

@@ -48,6 +48,7 @@ KINDS = {
 }
 CURVES = ("loss", "grad_norm", "lr")
 SMALLEST_PLOTTED = 1e-9  # relative difference; between it and 0 the axis is linear
+ENOUGH_STEPS = 10  # of which equal curves mean something, if nothing else was compared
 JUMP = 10  # a curve jumps if its difference grows by this factor over all earlier steps
 
 
@@ -59,6 +60,12 @@ class Finding(NamedTuple):
     """Whether the runs match in this respect; None if the line does not decide it."""
     found: Mapping[str, Any] | None = None
     """The difference as JSON values."""
+    steps: int = 0
+    """Number of steps that were compared."""
+    tensors: int = 0
+    """Number of tensors that were compared."""
+    is_bitwise: bool = False
+    """Whether all that was compared is equal to the last bit."""
 
 
 @dataclass
@@ -134,7 +141,34 @@ def summarize(answer: Iterable[Finding]) -> dict[str, Any]:
     verdicts = [finding.match for finding in findings if finding.match is not None]
     differences_found = [finding.found for finding in findings if finding.found]
     match = all(verdicts) if verdicts else None
-    return {"match": match, "lines": [finding.line for finding in findings], "found": differences_found}
+    matching = [finding for finding in findings if finding.match and (finding.steps or finding.tensors)]
+    return {
+        "match": match,
+        "lines": [finding.line for finding in findings],
+        "found": differences_found,
+        "steps": max((finding.steps for finding in matching), default=0),
+        "tensors": sum(finding.tensors for finding in matching),
+        "bitwise": bool(matching) and all(finding.is_bitwise for finding in matching),
+    }
+
+
+def verdict(report: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool | None]:
+    """What the answers of ``compare_runs`` or ``compare_implementations`` mean, and whether the runs match.
+
+    None: they do not differ in what was compared, and that is too little to prove anything.
+    """
+    if any(answer["match"] is False for answer in report.values()):
+        return "they differ", False
+    compared = {title: answer for title, answer in report.items() if answer["steps"] or answer["tensors"]}
+    logged, tensors = report.get("logged", {}).get("steps", 0), sum(answer["tensors"] for answer in compared.values())
+    what = " and ".join([f"{logged} logged steps"] * bool(logged) + [f"{tensors} tensors"] * bool(tensors))
+    if not tensors and logged < ENOUGH_STEPS:
+        return (
+            f"no difference in {what}, which proves nothing: compare saved steps, fingerprints (--debug.fingerprint_"
+            f"steps 1 2), or at least {ENOUGH_STEPS} logged steps (--metrics.log_freq 1)"
+        ), None
+    how = "bitwise" if all(answer["bitwise"] for answer in compared.values()) else "to within rounding"
+    return f"match {how}: {what}", True
 
 
 def compare_runs(a: RunFolder, b: RunFolder) -> dict[str, dict[str, Any]]:
@@ -201,7 +235,8 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         beyond = next((step for step in steps if apart[step] > limit), None)
         if beyond is None:
             worst = max(apart.values())
-            yield Finding(f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}", True)
+            line = f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}"
+            yield Finding(line, True, steps=len(steps), is_bitwise=worst == 0)
             continue
         earlier = [apart[step] for step in steps if step < beyond]
         most = max(earlier, default=0.0)
@@ -262,11 +297,18 @@ def checkpoints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         bad = {name: how for name, how, within_rounding in found if not within_rounding}
         if not bad:
             how = f"{len(found)} tensors to within rounding, the others bitwise" if found else "bitwise"
-            yield Finding(f"step {step}: match, {how}", True)
+            compared = number_of_tensors(a)
+            yield Finding(f"step {step}: match, {how}", True, steps=1, tensors=compared, is_bitwise=not found)
             break
         first = [Finding(f"step {step}: {len(bad)} tensors differ", False, {"step": step, "tensors": list(bad)})]
         first += [Finding(f"  {name}: {how}") for name, how in list(bad.items())[:10]]
     yield from first
+
+
+def number_of_tensors(run: RunFolder) -> int:
+    """The number of parameters of the model of ``run``."""
+    model = replace(run.config.model, vocab_size=run.config.model.vocab_size or 1)
+    return len(parameter_shapes(build_model_config(model, None, run.config.training.seq_len)))
 
 
 def saved_differences(
@@ -354,7 +396,8 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         compared[step] = len(ours.tensors)
     if compared:
         how = f"agree to {before:.1e}" if before else "are the same bits wherever looked at"
-        yield Finding(f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}", True)
+        line = f"step {', '.join(map(str, compared))}: {sum(compared.values())} tensors {how}"
+        yield Finding(line, True, steps=len(compared), tensors=sum(compared.values()), is_bitwise=not before)
 
 
 def row_found(a: RunFolder, step: int, row: int, ours: StepFingerprints, theirs: StepFingerprints) -> str:
