@@ -162,6 +162,11 @@ def test_run_logs_loss_and_tokens_of_each_source_by_stage(tmp_path: Path) -> Non
     ]
     tokens = [sum(line[f"source_tokens_{name}"] for name in ("a", "b")) for line in lines]
     assert tokens == [128, 256, 384, 256, 128]
+    for line in lines:  # the mean of all sources is between theirs, and is the mean over all tokens
+        nats = sum(line[f"source_tokens_{name}"] * line.get(f"source_loss_{name}", 0.0) for name in ("a", "b"))
+        assert line["loss_mean"] == pytest.approx(nats / sum(line[f"source_tokens_{name}"] for name in ("a", "b")))
+    assert lines[0]["loss_mean"] == pytest.approx(lines[0]["loss"], 1e-12)
+    assert lines[2]["loss_mean"] != pytest.approx(lines[2]["loss"], 1e-6)  # of three steps
     last = lines[-1]  # of one step
     parts = [last[f"source_tokens_{name}"] * last.get(f"source_loss_{name}", 0.0) for name in ("a", "b")]
     assert sum(parts) / 128 == pytest.approx(last["loss"], 1e-12)

@@ -107,6 +107,9 @@ def test_plot_of_one_run_has_the_loss_of_each_source(tmp_path: Path) -> None:
     assert [line.get_xydata().tolist() for line in (total, web, code)] == [[[1, 8], [2, 6]], [[1, 7]], [[2, 5]]]
     assert [text.get_text() for text in loss.get_legend().get_texts()] == ["web", "code"]
     assert len(plot([run, run], tmp_path / "curves.png").axes[0].lines) == 2
+    means = [line | {"loss_mean": line["loss"] + 1} for line in lines]
+    loss = plot([read_run(write_run(tmp_path / "means", means))], tmp_path / "curves.png").axes[0]
+    assert loss.lines[0].get_xydata().tolist() == [[1, 9], [2, 7]]
 
 
 def test_plot_has_validations_and_scores(tmp_path: Path) -> None:

@@ -88,10 +88,15 @@ class Panel:
     def x(self, run: Run, steps: Sequence[float]) -> Sequence[float]:
         return tokens_after(run, steps) if self.over == "tokens" else steps
 
-    def draw(self, run: Run, color: str, width: float, *, smooth: bool) -> None:
-        """Draw the curve, and mark restarts, stages and faults. ``smooth``: a curve of many points."""
+    def draw(self, run: Run, color: str, width: float, *, smooth: bool, key: str = "") -> None:
+        """Draw the curve, and mark restarts, stages and faults.
+
+        Args:
+            smooth: a curve of many points.
+            key: the metric, if it is not that of the panel.
+        """
         self.mark(run, color)
-        steps, values = points_of(run, self.key)
+        steps, values = points_of(run, key or self.key)
         if not steps:
             return
         x = self.x(run, steps)
@@ -194,7 +199,10 @@ def plot(runs: Sequence[Run], output: Path, over: str = "step", panels: Sequence
         pairs = [(i, j) for i, j in combinations(range(len(runs)), 2) if coincide(runs[i], runs[j], key)]
         for i, (run, color) in enumerate(zip(runs, colors, strict=True)):
             width = LINE_WIDTH + 2.2 * sum(i == earlier for earlier, _ in pairs)
-            panel.draw(run, color, width, smooth=not any(i in pair for pair in pairs))
+            # Beside losses by source, which are means since the line before, the loss is that mean, too.
+            has_mean = key == "loss" and len(runs) == 1 and any("loss_mean" in line for line in run.lines)
+            smooth = not any(i in pair for pair in pairs)
+            panel.draw(run, color, width, smooth=smooth, key="loss_mean" if has_mean else "")
             if key == "loss":
                 panel.draw_named(run, names_of(run, VALIDATION_LOSS), color, GRAY if len(runs) > 1 else "")
             if key == "scores":

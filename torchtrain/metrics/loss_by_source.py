@@ -60,7 +60,7 @@ class LossBySource(StepHook):
         self.sums_since_line = torch.zeros_like(self.sums)
 
     def metrics(self) -> dict[str, float]:
-        """Mean loss and number of tokens by source since the last call, summed over all ranks. Collective.
+        """Mean loss and number of tokens since the last call, by source and of all, over all ranks. Collective.
 
         A source without tokens has no loss.
         """
@@ -68,6 +68,9 @@ class LossBySource(StepHook):
         self.restart()
         dist.all_reduce(sums, group=self.group)
         found: dict[str, float] = {}
+        total, all_tokens = sums.sum(dim=1).tolist()
+        if all_tokens:
+            found["loss_mean"] = total / all_tokens
         for label, loss, tokens in zip(self.labels, *sums.tolist(), strict=True):
             if tokens:
                 found[f"source_loss_{label}"] = loss / tokens

@@ -62,7 +62,10 @@ def summarize(run: Run) -> list[tuple[str, str]]:
             tokens = last["tokens"] * sum(counts) / last["step"]  # those of the steps in the file
             rows.append(("tokens", f"{format_tokens(last['tokens'])}, on average {tokens / seconds:,.0f} per second"))
         losses = (f"{_number(line['loss'])} in step {line['step']:,}" for line in (last, first))
-        rows.append(("loss", ", ".join(losses)))
+        means = (
+            f"; mean since the line before {_number(line['loss_mean'])}" for line in (last,) if "loss_mean" in line
+        )
+        rows.append(("loss", ", ".join(losses) + "".join(means)))
     rows += sources_by_stage(run)
     names = dict.fromkeys(name for line in run.lines for name in line)
     for name in (name for name in names if LOSS.match(name)):

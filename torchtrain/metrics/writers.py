@@ -27,6 +27,7 @@ from torchtrain.metrics.history import UNDOING, read_run
 # Group and name of each curve; metrics that are not listed are in the group "other".
 GROUPS = {
     "loss": "loss/average",
+    "loss_mean": "loss/mean",
     "loss_max": "loss/max",
     "z_loss": "loss/z",
     "grad_norm": "optimization/grad_norm",
