@@ -66,10 +66,19 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (page, number) in WALKTHROUGHS.items():
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         (folder / f"{name}.py").write_text(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[number])
+    # The sandwich with LayerNorm, and the function of the page that parallelizes it.
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/own-architecture.md").read_text("utf-8"), re.DOTALL)
+    code = blocks[0].replace("nn.RMSNorm(config.dim, 1e-6)", "nn.LayerNorm(config.dim, bias=False)")
+    code = code.replace(
+        "linear_layers=LINEAR_LAYERS,", "linear_layers=LINEAR_LAYERS,\n        parallelize=parallelize,"
+    )
+    code = code.replace('"sandwich"', '"layer_norm"')
+    code = code.replace("LINEAR_LAYERS = {", f"{blocks[1]}\n\nLINEAR_LAYERS = {{")
+    (folder / "layer_norm.py").write_text(code)
     return folder
 
 
-@pytest.fixture(scope="module", params=WALKTHROUGHS)
+@pytest.fixture(scope="module", params=[*WALKTHROUGHS, "layer_norm"])
 def trained(
     request: pytest.FixtureRequest, modules: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
@@ -97,7 +106,14 @@ def test_own_model_trains_the_same_run_on_two_ranks(
     assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
     assert len(losses(tmp_path)) == 8
     assert norms(tmp_path) == pytest.approx(norms(one_rank), rel=1e-3)
-    layers = ["tok_embeddings", "layers.0", "layers.1", "norm", "output", *["embedding_norm"] * (name == "sandwich")]
+    layers = [
+        "tok_embeddings",
+        "layers.0",
+        "layers.1",
+        "norm",
+        "output",
+        *["embedding_norm"] * (name in ("sandwich", "layer_norm")),
+    ]
     assert {key for key in norms(tmp_path) if "weight" in key} == {f"norm_weight_{layer}" for layer in layers}
 
 

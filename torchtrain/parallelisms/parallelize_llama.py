@@ -69,5 +69,6 @@ def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
             raise ConfigError(
                 f"model.name = {model.config.family!r}: {full_name(name)} is on the mesh {axes}, not {expected}. "
                 "Tensor parallelism supports nn.RMSNorm, and the linear layers that the ModelSpec lists: add a linear "
-                f"layer to linear_layers; for other modules (this one is a {module}), set ModelSpec.parallelize"
+                f"layer to linear_layers; for other modules (this one is a {module}), set ModelSpec.parallelize "
+                "(docs/own-architecture.md)"
             )

@@ -54,6 +54,8 @@ class TensorParallelNorm(nn.RMSNorm):
 def reduce_norm_gradients(model_parts: Sequence[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
     """Sum the gradients of all ``TensorParallelNorm`` weights over the 1-D ``mesh`` in ``dtype``, in one all-reduce."""
     norms = [module for part in model_parts for module in part.modules() if isinstance(module, TensorParallelNorm)]
+    if not norms:  # of a user's model, whose norms reduce their gradients in backward
+        return
     gradients = [local(norm.weight.grad) for norm in norms]
     summands = [g if norm.contributes else torch.zeros_like(g) for g, norm in zip(gradients, norms, strict=True)]
     sums = torch.cat(summands).to(mesh.device_type, dtype)  # under CPU offload they are in CPU memory
