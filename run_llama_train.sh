@@ -31,7 +31,9 @@ if ! grep -qi microsoft /proc/version 2>/dev/null; then # not supported on WSL (
   export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 fi
 
-train=(-m torchtrain.train --job.config_file "$CONFIG_FILE" "$@")
+train=(-m torchtrain.train)
+[[ " $* " == *" --job.config_file"[=\ ]* ]] || train+=(--job.config_file "$CONFIG_FILE")
+train+=("$@")
 if [ "$NGPU" -eq 1 ]; then
   exec "$PYTHON" "${train[@]}"
 fi

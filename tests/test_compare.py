@@ -454,7 +454,7 @@ def test_invalid_arguments_are_errors(
     empty = [str(fake_run(tmp_path / name, [])) for name in "ab"]
     for arguments, message in (
         ([str(tmp_path), str(tmp_path / "none")], "it has no config.toml"),
-        ([str(tmp_path / "none"), str(tmp_path)], "none is no folder of a run"),
+        ([str(tmp_path / "none"), str(tmp_path)], "none is not the folder of a run"),
         ([str(tmp_path)], "compare needs one of RUN_B and --against"),
         ([str(tmp_path), "--against", str(tmp_path), "--picture", "x.png"], "--picture needs RUN_B"),
         ([*empty, "--picture", str(tmp_path)], "must end with .png"),

@@ -77,7 +77,7 @@ def test_command_line_corrects_inconsistent_values_of_the_file(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["--job.config_file", "--job.config-file"])
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("before", [[], ["--debug.fingerprint_steps", "1", "2"], ["--job.config_file", "none.toml"]])
+@pytest.mark.parametrize("before", [[], ["--debug.fingerprint_steps", "1", "2"]])
 def test_config_file_option_is_found_in_every_spelling(
     tmp_path: Path, name: str, joined: bool, before: list[str]
 ) -> None:

@@ -186,7 +186,7 @@ class NonCausalAttention(torch.nn.Module):
 
 
 def test_unknown_flavor_error_lists_the_flavors() -> None:
-    with pytest.raises(ConfigError, match="'8b' is no flavor of llama3; there are debugmodel, 1B"):
+    with pytest.raises(ConfigError, match="'8b' is not a flavor of llama3; there are debugmodel, 1B"):
         flavor_config("llama3", "8b")
 
 

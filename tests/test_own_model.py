@@ -179,7 +179,7 @@ def test_weights_of_another_architecture_are_rejected(imported: Callable[[str], 
         with pytest.raises(CheckpointError, match=r"another architecture.* model.name = 'llama3', here 'geglu'"):
             check_same_architecture(llama, geglu, tmp_path)
         with pytest.raises(
-            ConfigError, match=r"model.options.window is no option of model.name = 'geglu'; there are dim,"
+            ConfigError, match=r"model.options.window is not an option of model.name = 'geglu'; there are dim,"
         ):
             build_model_config(ModelConfig(name="geglu", options={"window": 4}), None, 128)
     finally:

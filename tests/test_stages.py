@@ -744,7 +744,7 @@ def test_tasks_of_later_stages_are_loaded_before_the_first_step(tmp_path: Path) 
     file.write_text(BASE + THREE.replace("[stages.training]\n", validation, 1))
     run = ForkedRun(tmp_path, "--job.config_file", str(file), ranks=1)
     assert run.wait() == [ConfigError.exit_code], run.output()
-    assert "stage 'long': validation.tasks: no_such_task are no tasks" in run.output()
+    assert "stage 'long': validation.tasks: no_such_task are not tasks" in run.output()
     assert not logged_losses(tmp_path)
 
 

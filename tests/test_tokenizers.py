@@ -167,10 +167,10 @@ def test_content_hash_identifies_the_tokenizer(rank_file):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"just some text\n", "is no tokenizer.json, SentencePiece model or tiktoken rank file"),
-        (b"", "is no tokenizer.json, SentencePiece model or tiktoken rank file"),
-        (b'{"version": "1.0"}', "is no tokenizer.json: Model missing"),
-        (b'{"version": ', "is no tokenizer.json: "),
+        (b"just some text\n", "is not a tokenizer.json, SentencePiece model or tiktoken rank file"),
+        (b"", "is not a tokenizer.json, SentencePiece model or tiktoken rank file"),
+        (b'{"version": "1.0"}', "is not a tokenizer.json: Model missing"),
+        (b'{"version": ', "is not a tokenizer.json: "),
         (b'{"model": {"type": "BPE", "vocab": {}, "merges": []}}', "its vocabulary is empty"),
         (WORD_LEVEL, "is a WordLevel model; there are BPE and Unigram"),
         (b"YQ== 0\nYg== one\n", "line 2 is not"),

@@ -158,7 +158,7 @@ def invalid_files(tmp_path: Path) -> Path:
         ("--job.config_file {}/missing.toml", "missing.toml' is not a file"),
         ("--training.stepz 3", "--training.steps"),
         ("--training.steps three", "three"),
-        ("--model.flavor 9B", "model.flavor = '9B' is no flavor of llama3"),
+        ("--model.flavor 9B", "model.flavor = '9B' is not a flavor of llama3"),
         ("--model.tokenizer_path {}/missing.model", "missing.model"),
         ("--model.tokenizer_path {}/no_tokenizer.model", "no_tokenizer.model"),
         ("--data.path {}/missing.jsonl", "missing.jsonl"),

@@ -16,6 +16,7 @@ from disk_faults import DiskFaults
 from forked_command import run_command
 from forked_run import ForkedRun
 
+import torchtrain
 from torchtrain import convert, generate, prepare, train
 from torchtrain.checkpoint.format import FileRecord, manifest_bytes, read_manifest
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
@@ -49,6 +50,16 @@ def dump_folder_below_a_file(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ("--compile.enable yes", "compile.enable = 'yes' must be true or false"),
+        ("--job.config_file a --job.config_file=b", "--job.config_file is given 2 times, as a, b: give one file"),
+        (
+            "--parallelism.tensor_parallel_degree 2",
+            "1, but the product of tensor_parallel_degree = 2 is 2; start 2 ranks",
+        ),
+        (
+            "--model.tokenizer_path no/such",
+            f"model.tokenizer_path = 'no/such': No such file or directory (looked for {Path('no/such').absolute()})",
+        ),
         ("--optimizer.lr inf", "optimizer.lr = inf must be a finite number"),
         ("--data.weight inf", "weight = inf of a data source must be a finite number"),
         (
@@ -190,7 +201,7 @@ def test_prepare_rejects_a_file_as_output_folder(tmp_path: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda step: (step / "config.toml").unlink(), "has no config.toml and so is no checkpoint"),
+        (lambda step: (step / "config.toml").unlink(), "has no config.toml and so is not a checkpoint"),
         (lambda step: (step / "manifest.json").unlink(), "manifest.json is missing"),
         (lambda step: os.truncate(step / "__0_0.distcp", 10), "has 10 bytes; its manifest says"),
     ],
@@ -221,7 +232,7 @@ def test_invalid_tokenizer_beside_weights_is_a_user_error(
     assert convert.main([str(trained_run), str(tmp_path / "hf")]) == 0
     capsys.readouterr()
     (tmp_path / "hf/tokenizer.json").write_text("{}")
-    assert "is no tokenizer.json" in error_line(convert.main, [str(tmp_path / "hf"), str(tmp_path / "out")], capsys)
+    assert "is not a tokenizer.json" in error_line(convert.main, [str(tmp_path / "hf"), str(tmp_path / "out")], capsys)
     assert not list(tmp_path.glob("out*"))
 
 
@@ -342,6 +353,22 @@ def test_scripts_keep_the_files_in_their_folder(tmp_path: Path, script: str, opt
     assert (tmp_path / "mine").exists()
 
 
+@pytest.mark.parametrize("module", ["train", "prepare", "convert", "generate", "estimate", "compare", "launch"])
+def test_every_command_has_a_version(module: str) -> None:
+    found = run_command(f"torchtrain.{module}", "--version")
+    assert (found.returncode, found.stdout) == (0, f"torchtrain {torchtrain.__version__}\n")
+
+
+def test_missing_packages_are_one_message_of_a_command() -> None:
+    command = [sys.executable, "-S", "-m", "torchtrain.train"]  # without site-packages
+    environment = {"PATH": os.environ["PATH"]}
+    found = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert found.stderr == (
+        "error: the packages that torchtrain needs are not installed: pip install -e . (README.md)\n"
+    )
+
+
 def test_config_file_of_the_command_line_overrides_that_of_the_launcher(tmp_path: Path) -> None:
     mine = tmp_path / "mine.toml"
     mine.write_text("[training]\nsteps = 77\n")
@@ -354,7 +381,7 @@ def test_config_file_of_the_command_line_overrides_that_of_the_launcher(tmp_path
         check=True,
     ).stdout.split()
     arguments = command[command.index("torchtrain.train") + 1 :]
-    assert arguments.count("--job.config_file") == 2
+    assert arguments.count("--job.config_file") == 1
     assert config_file(arguments) == str(mine)
     config = parse(arguments)
     assert config.training.steps == 77

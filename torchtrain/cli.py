@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from torchtrain import __version__
 from torchtrain.environment import limit_error
 from torchtrain.errors import StoppedError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS
@@ -111,7 +112,11 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Decorator for the ``main`` of a command: calls it by ``run_command``, with its argument or ``sys.argv[1:]``."""
 
     def main(argv: Sequence[str] | None = None) -> int:
-        return run_command(lambda: run(sys.argv[1:] if argv is None else argv))
+        arguments = sys.argv[1:] if argv is None else argv
+        if list(arguments) == ["--version"]:
+            sys.stdout.write(f"torchtrain {__version__}\n")
+            return 0
+        return run_command(lambda: run(arguments))
 
     main.__doc__ = run.__doc__
     return main

@@ -50,7 +50,9 @@ class Options:
 @command
 def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code of the process."""
-    options = tyro.cli(Options, prog="torchtrain.compare", description=__doc__, args=argv, use_underscores=True)
+    options = tyro.cli(
+        Options, prog="python -m torchtrain.compare", description=__doc__, args=argv, use_underscores=True
+    )
     require_one_process("compare")
     import_modules(options.import_, "--import")
     # Not above: --help needs no torch.

@@ -41,7 +41,9 @@ class Options:
 @command
 def main(argv: Sequence[str]) -> int:
     """Convert the weights, and return the exit code of the process."""
-    options = tyro.cli(Options, prog="torchtrain.convert", description=__doc__, args=argv, use_underscores=True)
+    options = tyro.cli(
+        Options, prog="python -m torchtrain.convert", description=__doc__, args=argv, use_underscores=True
+    )
     import_modules(options.import_, "--import")
     # Imported here, so that --help does not import torch.
     from torchtrain.checkpoint.hf.conversion import convert

@@ -56,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
     imported, argv = own.parse_known_args(argv)
     import_modules(imported.modules, "--import")
     sys.argv[1:] = argv  # the harness reads its options from sys.argv
+    if {"-h", "--help"} & set(argv):  # the harness's own help follows
+        sys.stdout.write(f"{(__doc__ or '').replace('``', '')}\n")
     given, others = parser.parse_known_args(argv)
     is_run = bool(argv) and argv[0] not in ("ls", "validate") and not {"-h", "--help"} & set(others)
     if is_run and not given.model and not given.config:

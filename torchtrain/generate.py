@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
     is_first = is_first_rank()
     options = tyro.cli(
         Options,
-        prog="torchtrain.generate",
+        prog="python -m torchtrain.generate",
         description=__doc__,
         args=argv,
         use_underscores=True,

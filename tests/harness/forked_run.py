@@ -90,7 +90,8 @@ class ForkedRun:
         config = folder / "test.toml"
         config.write_text(CONFIG)
         port = free_port()
-        argv = ["--job.config_file", str(config), "--job.dump_folder", str(folder), *options]
+        argv = [] if "--job.config_file" in options else ["--job.config_file", str(config)]
+        argv += ["--job.dump_folder", str(folder), *options]
         self.logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
         self.processes = [
             context().Process(target=_main, args=(rank, ranks, port, argv, hook, self.logs[rank], shape), daemon=True)

@@ -79,7 +79,7 @@ class FileRecord:
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isprintable()):
-            raise ValueError(f"{self.name!r} is no name of a file")
+            raise ValueError(f"{self.name!r} is not the name of a file")
         if self.name in ("", ".", "..") or "/" in self.name:
             raise ValueError(f"{self.name!r} is not in its folder")
         if type(self.size_bytes) is not int or self.size_bytes < 0:
@@ -509,7 +509,7 @@ def parse_metadata(content: bytes, files: Mapping[str, FileRecord]) -> Metadata:
         if not (integers and 0 <= info.offset < info.offset + info.length <= record.size_bytes):
             raise ValueError(f"{index.fqn!r} does not lie in {info.relative_path!r}")
         if not index.fqn.isprintable() or index.fqn not in metadata.state_dict_metadata:
-            raise ValueError(f"{index.fqn!r} is no tensor of it")
+            raise ValueError(f"{index.fqn!r} is not one of its tensors")
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             continue

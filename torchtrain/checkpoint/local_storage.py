@@ -68,7 +68,7 @@ class LocalCheckpoint(StoredCheckpoint):
     def size_bytes(self, name: str) -> int:
         path = self.path / name
         if not with_retries(lambda: is_own_file(path), path):
-            raise DamagedError(f"{path} is no file of its own folder")
+            raise DamagedError(f"{path} is not a file of its own folder")
         return with_retries(lambda: path.stat().st_size, path)
 
     def open(self, name: str) -> BinaryIO:

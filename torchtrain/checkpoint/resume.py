@@ -67,7 +67,9 @@ def read_config(checkpoint: StoredCheckpoint) -> str:
         text = content.decode()
         options_in(text)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{checkpoint.path_of(CONFIG)} is no config of a run ({printable(str(error))})") from error
+        raise DamagedError(
+            f"{checkpoint.path_of(CONFIG)} is not the config of a run ({printable(str(error))})"
+        ) from error
     return text
 
 

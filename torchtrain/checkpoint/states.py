@@ -117,7 +117,7 @@ class CompleteLoadPlanner(DefaultLoadPlanner):
         planned: Counter[str] = Counter()  # elements
         for item in new_plan.items:
             if item.type is LoadItemType.BYTE_IO:  # which would be unpickled
-                raise DamagedError(f"{item.dest_index.fqn} in the checkpoint is no tensor: not loaded")
+                raise DamagedError(f"{item.dest_index.fqn} in the checkpoint is not a tensor: not loaded")
             planned[item.dest_index.fqn] += item.lengths.numel()
         if missing := [name for name, t in self.state_dict.items() if planned[name] != local(t).numel()]:
             raise CheckpointError(f"it does not hold all of these tensors: {', '.join(missing[:5])}")

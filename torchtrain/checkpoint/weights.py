@@ -164,7 +164,7 @@ def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
         folder.size_bytes(CONFIG)
     except MISSING as error:
         raise CheckpointError(
-            f"{folder} has no {CONFIG} and so is no checkpoint; give a run's folder or a step-N in it"
+            f"{folder} has no {CONFIG} and so is not a checkpoint; give a run's folder or a step-N in it"
         ) from error
     return from_text(read_config(folder), folder.path_of(CONFIG), only_model=True)
 

@@ -110,7 +110,7 @@ def open_run(location: str | Path) -> RunFolder:
         path = Path(location)
         names = names_in(path) if path.is_dir() else []
         if "config.toml" not in names:
-            raise ConfigError(f"{path} is no folder of a run, such as outputs/debug_model: it has no config.toml")
+            raise ConfigError(f"{path} is not the folder of a run, such as outputs/debug_model: it has no config.toml")
         run = RunFolder(path, from_file(str(path / "config.toml")), {}, {})
         metrics = read_file(path / METRICS) if METRICS in names else b""
     for text in metrics.splitlines():

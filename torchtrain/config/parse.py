@@ -97,7 +97,12 @@ def parse(
     out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
     with redirect_stdout(out), redirect_stderr(err):
         config = tyro.cli(
-            JobConfig, prog=prog, description=description, args=argv, default=defaults, use_underscores=True
+            JobConfig,
+            prog=f"python -m {prog}",
+            description=description,
+            args=argv,
+            default=defaults,
+            use_underscores=True,
         )
     # If tyro and config_file read different paths, the values of the file would be ignored silently.
     assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
@@ -153,7 +158,7 @@ def replace_booleans(argv: Sequence[str]) -> list[str]:
         if not (word.startswith("--") and key.replace("-", "_") in flags):
             words.append(word)
             continue
-        if not equals and rest and rest[0].lower() in ("true", "false"):
+        if not equals and rest and not rest[0].startswith("--"):
             value = rest.pop(0)
         if value.lower() not in ("", "true", "false") or word.endswith("="):
             raise ConfigError(f"{key} = {value!r} must be true or false")
@@ -163,10 +168,17 @@ def replace_booleans(argv: Sequence[str]) -> list[str]:
 
 
 def config_file(argv: Sequence[str]) -> str:
-    """Value of the last ``--job.config_file`` in ``argv``, or ''. A launch script adds its own before the user's."""
+    """Value of ``--job.config_file`` in ``argv``, or ''.
+
+    Raises:
+        ConfigError: there are several, of which only one could be read.
+    """
     option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    option.add_argument("--job.config_file", "--job.config-file", nargs="?", dest="file")
-    return os.path.expanduser(option.parse_known_args(argv)[0].file or "")
+    option.add_argument("--job.config_file", "--job.config-file", nargs="?", dest="files", action="append", default=[])
+    files = [file or "" for file in option.parse_known_args(argv)[0].files]
+    if len(files) > 1:
+        raise ConfigError(f"--job.config_file is given {len(files)} times, as {', '.join(files)}: give one file")
+    return os.path.expanduser(files[0]) if files else ""
 
 
 def modules_to_import(argv: Sequence[str], file: str) -> Sequence[str]:

@@ -130,7 +130,8 @@ def load_tokenizer(path: str = "") -> Tokenizer:
     except MISSING as error:
         reason = f"no {TOKENIZER_JSON} or tokenizer.model is in it" if Path(path).is_dir() else error.strerror
         raise TokenizerError(
-            f"cannot read model.tokenizer_path = {path!r}: {reason}. It must be a {TOKENIZER_JSON}, a SentencePiece "
+            f"cannot read model.tokenizer_path = {path!r}: {reason} (looked for {Path(path).absolute()}). It must be a "
+            f"{TOKENIZER_JSON}, a SentencePiece "
             "model or Llama 3's tiktoken rank file, or a folder with one of them"
         ) from None
     try:
@@ -196,7 +197,7 @@ class SentencePieceTokenizer(Tokenizer):
         try:
             self._processor.LoadFromSerializedProto(content)
         except RuntimeError:
-            raise TokenizerError(f"it is no {TOKENIZER_JSON}, SentencePiece model or tiktoken rank file") from None
+            raise TokenizerError(f"it is not a {TOKENIZER_JSON}, SentencePiece model or tiktoken rank file") from None
         self.vocab_size = self.used_ids = self._processor.vocab_size()
         self.bos_id, self.eos_id = (i if i >= 0 else None for i in (self._processor.bos_id(), self._processor.eos_id()))
         self.content_hash = hashlib.sha256(content).hexdigest()
@@ -233,7 +234,7 @@ class JsonTokenizer(Tokenizer):
             about = json.loads(content)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library has no more specific exception type
-            raise TokenizerError(f"it is no {TOKENIZER_JSON}: {error}") from None
+            raise TokenizerError(f"it is not a {TOKENIZER_JSON}: {error}") from None
         model = self._tokenizer.model
         kind = type(model).__name__  # old files have no "type"
         if kind not in ("BPE", "Unigram"):
@@ -338,7 +339,7 @@ def special_id(name: str, vocabulary: Mapping[str, int], folder: Path) -> int | 
         value = value.get("content", "") if isinstance(value, dict) else value
         found = vocabulary.get(value) if isinstance(value, str) else value
         if value is not None and found not in vocabulary.values():
-            raise TokenizerError(f"{file}, beside it: {key} = {value!r} is no token of it")
+            raise TokenizerError(f"{file}, beside it: {key} = {value!r} is not one of its tokens")
         return found
     return None
 

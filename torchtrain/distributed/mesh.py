@@ -63,7 +63,8 @@ def resolve_parallel_dims(config: ParallelismConfig, world_size: int) -> Paralle
     degrees = ParallelDims(*(max(1, world_size // others) if degree == -1 else degree for degree in keys.values()))
     product = math.prod(astuple(degrees))
     if product != world_size:
-        given = " x ".join(f"{key} = {degree}" for key, degree in keys.items() if degree != 1)
+        resolved = zip(keys, astuple(degrees), strict=True)
+        given = " x ".join(f"{key} = {degree}" for key, degree in resolved if degree != 1)
         raise ConfigError(
             f"parallelism: the product of the degrees must be the number of ranks, {world_size}, but the product of "
             f"{given or 'all of 1'} is {product}; start {product} ranks "

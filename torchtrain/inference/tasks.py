@@ -213,8 +213,8 @@ def load_tasks(config: ValidationConfig) -> Any:
             unknown = [task for task in config.tasks if task not in manager.all_tasks]
             if unknown:
                 raise ConfigError(
-                    f"validation.tasks: {', '.join(unknown)} are no tasks of lm-evaluation-harness; `lm-eval ls tasks` "
-                    "lists all, and validation.tasks_path names a folder with tasks of your own"
+                    f"validation.tasks: {', '.join(unknown)} are not tasks of lm-evaluation-harness; `lm-eval ls "
+                    "tasks` lists all, and validation.tasks_path names a folder with tasks of your own"
                 )
             loaded = manager.load(list(config.tasks))
     except OSError as error:  # of the hub, or a file of the data

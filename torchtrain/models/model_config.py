@@ -23,7 +23,7 @@ def flavor_config(name: str, flavor: str) -> DecoderConfig:
     """Return the config of a flavor of the model ``name``; ConfigError lists the flavors if it is unknown."""
     flavors = MODELS[name].flavors
     if flavor not in flavors:
-        raise ConfigError(f"model.flavor = {flavor!r} is no flavor of {name}; there are {', '.join(flavors)}")
+        raise ConfigError(f"model.flavor = {flavor!r} is not a flavor of {name}; there are {', '.join(flavors)}")
     config: DecoderConfig = replace(flavors[flavor], family=name)
     return config
 
@@ -85,7 +85,7 @@ def overrides(model: ModelConfig, spec: ModelSpec, mup: MupConfig | None) -> dic
         for key, value in values.items():
             if key not in names:
                 raise ConfigError(
-                    f"{section}.{key} is no option of model.name = {model.name!r}; there are {', '.join(names)}"
+                    f"{section}.{key} is not an option of model.name = {model.name!r}; there are {', '.join(names)}"
                 )
             changes[key] = value
     return changes
