@@ -178,7 +178,7 @@ def test_streamed_files_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path
         opened_text(SourceConfig(path=texts.as_uri(), skip_not_utf8=True))
 
 
-def test_identity_of_objects_does_not_depend_on_their_bucket() -> None:
+def test_identity_of_objects_depends_neither_on_their_bucket_nor_on_their_names() -> None:
     def identity(folder: str, tags: str = "xy", names: str = "ab") -> str:
         url = f"s3://{folder}"
         files = [
@@ -188,5 +188,6 @@ def test_identity_of_objects_does_not_depend_on_their_bucket() -> None:
         return identity_of_remote(files, 0)
 
     assert identity("one/texts") == identity("other")
-    assert len({identity("one"), identity("one", tags="xz"), identity("one", names="ac")}) == 3
+    assert identity("one") == identity("one", names="ac")  # a renamed file
+    assert len({identity("one"), identity("one", tags="xz"), identity("one", tags="yx")}) == 3
     assert identity("one", "x", "a") == identity("other", "x", "a")

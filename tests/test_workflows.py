@@ -32,6 +32,7 @@ from torchtrain.checkpoint.resume_compatibility import check_resume_compatibilit
 from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import ModelConfig, SourceConfig, ValidationConfig
+from torchtrain.datasets.local_files import identity_of
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
@@ -150,11 +151,37 @@ def test_same_data_in_another_folder_are_a_harmless_change() -> None:
         check_resume_compatibility(toml(), toml(model={"tokenizer_path": "x"}), ())
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_renamed_data_file_is_the_same_data_if_the_order_stays(tmp_path: Path, whole: bool) -> None:
+    files = [tmp_path / f"{number}.jsonl" for number in range(3)]
+    for number, file in enumerate(files):
+        file.write_text(f'{{"text": "{number}"}}\n' * 10)
+
+    def identity() -> str:
+        return identity_of(sorted(tmp_path.iterdir()), whole=whole)
+
+    before = identity()
+    files[1].rename(tmp_path / "1b.jsonl")
+    assert identity() == before
+    (tmp_path / "1b.jsonl").rename(tmp_path / "3.jsonl")  # another order
+    assert identity() != before
+    (tmp_path / "3.jsonl").rename(tmp_path / "1.txt")  # another format
+    assert identity() != before
+
+
 def test_labels_of_validation_sources_are_distinct() -> None:
     sources = [SourceConfig(name="org/web", subset=subset) for subset in ("deu", "fra")]
     sources += [SourceConfig(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
-    labels = [source.label for source in ValidationConfig(enable=True, sources=tuple(sources)).all]
+    labels = [source.title for source in ValidationConfig(enable=True, sources=tuple(sources)).all]
     assert labels == ["web_deu", "web_fra", "wiki.en", "wiki.de"]
+    named = [
+        SourceConfig(path="prepared/0"),
+        SourceConfig(path="prepared/1", label="math"),
+        SourceConfig(path="0.jsonl"),
+    ]
+    assert [source.title for source in named] == ["prepared_0", "math", "0"]
+    with pytest.raises(ConfigError, match=r"label = 'a b' of a data source must have letters, digits and"):
+        SourceConfig(path="a", label="a b")
 
 
 def test_plot_leaves_out_steps_before_a_restart_from_scratch(tmp_path: Path) -> None:

@@ -338,7 +338,7 @@ def _sources(config: JobConfig) -> list[SourceConfig]:
 def _key(source: SourceConfig) -> str:
     """What ``source`` opens, without its share and its revision."""
     options = {field.name: getattr(source, field.name) for field in fields(SourceConfig)}
-    return str({**options, "weight": 0, "revision": None, "type": source.source_type})
+    return str({**options, "weight": 0, "revision": None, "label": "", "type": source.source_type})
 
 
 def stage_of_step(stages: Sequence[JobConfig], step: int) -> int:

@@ -658,7 +658,7 @@ def build_loaders(
         once = replace(
             config.data, **{key: fields[key] for key in asdict(SourceConfig())}, sources=(), when_exhausted="stop"
         )
-        validation_loaders[source.label] = open_loader(once, section=section, drop_last=False, count_bytes=True)
+        validation_loaders[source.title] = open_loader(once, section=section, drop_last=False, count_bytes=True)
     return open_loader(config.data), validation_loaders
 
 

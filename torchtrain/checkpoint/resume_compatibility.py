@@ -36,6 +36,7 @@ KINDS = {
         *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
         # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
+        "data.label",
         "model.shape.max_position_embeddings",  # only said of exports
         "stages",  # compared by ``config_of_saved_stage``
     },
@@ -99,6 +100,7 @@ def options_in(text: str) -> dict[str, Any]:
     options = {**flat(to_dict(JobConfig())), **saved}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
+        source.pop("label", None)  # as data.label
     total = options.setdefault(TOTAL_STEPS, options["training.steps"])
     if options["lr_scheduler.decay_type"] == "constant" and options["lr_scheduler.warmup_steps"] <= total:
         del options[TOTAL_STEPS]  # it has no effect after the warm-up if the rate is then constant

@@ -478,6 +478,8 @@ class SourceConfig(Section):
     weight: float = 1.0
     """Share of the tokens that come from this source, relative to the weights of the other sources. 0: none; the source
     is only opened, and keeps its position for a later stage."""
+    label: str = ""
+    """Name of the source in the log, in metrics and plots. Empty: the name of its file, folder or dataset."""
     type: str = ""
     """Type of the source: files, hub, standard_library, standard_library_docs (its docstrings), or one that a module in
     job.import registers (docs/extending.md). Empty: files if path is set, hub if name is set."""
@@ -489,6 +491,10 @@ class SourceConfig(Section):
         require(
             not (self.path and self.name),
             f"path = {self.path!r} and name = {self.name!r} of a data source exclude each other; set one of them",
+        )
+        require(
+            re.fullmatch(r"[\w.+-]*", self.label) is not None,
+            f"label = {self.label!r} of a data source must have letters, digits and _ . + - only",
         )
         require("" not in self.paths, f"path = {self.path!r} of a data source has an empty name in it")
         DATA_SOURCES.check(self.source_type, DATA_SOURCES.option)
@@ -515,10 +521,15 @@ class SourceConfig(Section):
         return bool(self.path or self.name or self.type)
 
     @property
-    def label(self) -> str:
+    def title(self) -> str:
         """A short name for the metrics of this source."""
+        if self.label:
+            return self.label
         if self.path:
-            name = Path(self.paths[0]).name.removeprefix("*.")  # of a pattern such as *.jsonl: the file extension
+            path = Path(self.paths[0])
+            name = path.name.removeprefix("*.")  # of a pattern such as *.jsonl: the file extension
+            if name.isdecimal() and path.parent.name:  # as prepare names the folders of several sources
+                return f"{path.parent.name}_{name}"
             return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", name)
         return "_".join(filter(None, (self.name.split("/")[-1], self.subset))) or self.type
 
@@ -613,11 +624,11 @@ class ValidationConfig(SourcesConfig, name="validation"):
             self.enable or not (self.prompts or self.tasks),
             "validation.prompts and validation.tasks need validations: set validation.enable = true, and its data",
         )
-        labels = [source.label for source in self.all]
+        labels = [source.title for source in self.all]
         require(
             len(set(labels)) == len(labels),
-            "[[validation.sources]] must differ in the names of their files or datasets, which name their metrics; "
-            f"they are {', '.join(labels)}",
+            "[[validation.sources]] must differ in label, by default the name of their file or dataset, which "
+            f"their metrics have; they are {', '.join(labels)}",
         )
 
 

@@ -207,7 +207,7 @@ def _merged(base: Mapping[str, Any], table: Mapping[str, Any], resolved: bool) -
     for section in ("data", "validation"):
         named = [f"{section}.{key}" for key in SOURCE_KEYS]
         if any(name in changes for name in named) and not resolved:
-            for key in (*SOURCE_KEYS, "subset", "revision", "weight"):
+            for key in (*SOURCE_KEYS, "subset", "revision", "weight", "label"):
                 options.pop(f"{section}.{key}", None)
     if "lr_scheduler" in table and not resolved:  # a schedule of its own
         options = {name: value for name, value in options.items() if not name.startswith("lr_scheduler.")}
@@ -233,7 +233,7 @@ def _with_common_sources(configs: Sequence[JobConfig]) -> list[JobConfig]:
     def keys_of(config: JobConfig) -> list[Any]:
         keys, seen = [], Counter[Any]()
         for source in config.data.all:
-            key = str({**_plain(source), "weight": 0, "revision": None})
+            key = str({**_plain(source), "weight": 0, "revision": None, "label": ""})
             keys.append((key, seen[key]))
             seen[key] += 1
         return keys

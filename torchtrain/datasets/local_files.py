@@ -274,10 +274,11 @@ def documents_of(
 
 
 def identity_of(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> str:
-    """Number, total size and hash of ``files``, independent of their folder.
+    """Number, total size and hash of ``files``, independent of their folder and names.
 
-    The hash is of names, sizes and content; of a file above 1 MiB, of three blocks only, unless ``whole``. If some
-    content is not hashed, and the total size is at most ``verify_bytes``, a second hash of all content is added.
+    The hash is of formats, sizes and content, in the order of the files; of a file above 1 MiB, of three blocks only,
+    unless ``whole``. If some content is not hashed, and the total size is at most ``verify_bytes``, a second hash of
+    all content is added.
     """
     sizes, digest = _digest_of(files, whole)
     text = f"{len(files)} file(s) of {sum(sizes):,} bytes, hash {digest}"
@@ -318,7 +319,7 @@ def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, x
     digest = before.copy()
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
-        digest.update(os.fsencode(path.name) + f"\0{size}\0".encode())  # a name need not be UTF-8
+        digest.update(f"{kind_of(path.name)}\0{size}\0".encode())
         file.seek(0)
         if whole or size <= _WHOLE_BYTES:
             while block := file.read(BLOCK_BYTES):

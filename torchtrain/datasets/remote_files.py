@@ -1,13 +1,11 @@
 """Text files on object stores and other remote file systems: find them by URL, and read them by range requests."""
 
 import itertools
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
-from pathlib import PurePosixPath
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -150,17 +148,14 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
 
 
 def identity_of_remote(files: Sequence[RemoteFile], verify_bytes: float) -> str:
-    """Number, total size and hash of a listing: of names in their common folder, sizes and ETags.
+    """Number, total size and hash of a listing: of formats, sizes and ETags, in the order of the files.
 
     Of local files, given as file://, it is their content as in ``identity_of``.
     """
     local = [path for path in (local_path(file.url) for file in files) if path is not None]
     if local:
         return identity_of(local, verify_bytes)
-    paths = [PurePosixPath(file.path) for file in files]
-    folder = os.path.commonpath([path.parent for path in paths])
-    entries = zip(paths, files, strict=True)
-    listing = "\0".join(f"{path.relative_to(folder)}\0{file.size}\0{file.tag}" for path, file in entries)
+    listing = "\0".join(f"{kind_of(file.name)}\0{file.size}\0{file.tag}" for file in files)
     digest = xxhash.xxh3_128_hexdigest(listing.encode())[:16]
     return f"{len(files)} object(s) of {sum(file.size for file in files):,} bytes, hash of the listing {digest}"
 

@@ -12,7 +12,7 @@ from torchtrain.models.loss import OutputLoss, TokenLoss
 
 def source_labels(config: DataConfig) -> list[str]:
     """A label for each source of ``config``; those that occur again are numbered."""
-    labels = [source.label or source.source_type for source in config.all]
+    labels = [source.title or source.source_type for source in config.all]
     return [
         f"{label}_{labels[:number].count(label) + 1}" if labels.count(label) > 1 else label
         for number, label in enumerate(labels)

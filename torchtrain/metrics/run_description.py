@@ -123,7 +123,7 @@ def describe_sources(config: JobConfig, sources: Sequence[DataSource], tokenizer
         tokens = sum(_share(own, number) * _tokens(own) for own in stages_of(config))
         described.append(
             {
-                "source": source_config.label or source_config.source_type,
+                "source": source_config.title or source_config.source_type,
                 "share": _share(config, number),
                 "tokens": size.tokens,
                 "tokens_are_an_estimate": size.is_estimate,
@@ -187,7 +187,7 @@ def _validation(config: JobConfig) -> str:
     options = config.validation
     if not options.enable:
         return "off (validation.enable)"
-    labels = ", ".join(source.label or source.source_type for source in options.all)
+    labels = ", ".join(source.title or source.source_type for source in options.all)
     return f"{labels}, every {options.interval:,} steps and at the end"
 
 

@@ -67,7 +67,7 @@ def _data(config: JobConfig) -> str:
     """The sources of the stage and their shares of its tokens."""
     sources = [source for source in config.data.all if source.weight]
     total = sum(source.weight for source in sources)
-    names = [source.label or source.source_type for source in sources]
+    names = [source.title or source.source_type for source in sources]
     if len(sources) == 1:
         return names[0]
     return ", ".join(f"{name} {source.weight / total:.3g}" for name, source in zip(names, sources, strict=True))
