@@ -436,7 +436,7 @@ def test_missing_and_truncated_shards_raise_a_data_error(prepared: Path) -> None
     with pytest.raises(DataError, match=r"shard-00007.tokens is missing"):
         make_loader(DataConfig(path=str(prepared)))
     (prepared / "manifest.json").write_text("{")
-    with pytest.raises(DataError, match=r"cannot read its manifest.json"):
+    with pytest.raises(DataError, match=r"its manifest.json is damaged"):
         make_loader(DataConfig(path=str(prepared)))
 
 

@@ -412,8 +412,8 @@ def test_special_ids_are_read_from_files_of_the_same_folder(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer_config.json", '{"bos_token": "<missing>"}', "bos_token = '<missing>' is no token of"),
-        ("generation_config.json", '{"eos_token_id": 99999}', "eos_token_id = 99999 is no token of"),
+        ("tokenizer_config.json", '{"bos_token": "<missing>"}', "bos_token = '<missing>' is not one of its tokens"),
+        ("generation_config.json", '{"eos_token_id": 99999}', "eos_token_id = 99999 is not one of its tokens"),
         ("tokenizer_config.json", "{", "tokenizer_config.json, beside .* is damaged"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json, beside .* is damaged"),
     ],

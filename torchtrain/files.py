@@ -6,6 +6,7 @@ A read is retried after transient errors of the file system. A missing file is n
 
 import errno
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -58,6 +59,7 @@ TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, er
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
 
 
+MAX_JSON_BYTES = 2**28  # the manifest of prepared data has 500 bytes for each shard
 BLOCK_BYTES = 16 * 2**20  # size of the blocks in which large files are read, hashed and written
 
 
@@ -106,6 +108,24 @@ def read_file(path: Path) -> bytes:
         return path.read_bytes()
 
     return with_retries(read, path)
+
+
+def parse_json(content: bytes, name: Path | str, error_type: type[TorchtrainError]) -> Any:
+    """The value in the JSON ``content`` of the file ``name``, which nobody vouches for.
+
+    Raises:
+        error_type: it is not JSON, larger than ``MAX_JSON_BYTES``, or nested too deeply.
+    """
+    if len(content) > MAX_JSON_BYTES:
+        raise error_type(
+            f"{name} has {len(content):,} bytes, more than a file of its kind may have ({MAX_JSON_BYTES:,})"
+        )
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise error_type(f"{name} is damaged: its values are nested too deeply") from None
+    except ValueError as error:
+        raise error_type(f"{name} is damaged: {printable(str(error))}") from None
 
 
 def require_regular(path: Path) -> None:

@@ -26,18 +26,19 @@ from typing import Any, BinaryIO, TypeVar, cast
 import torch
 import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
-from torch.serialization import skip_data
 
 from torchtrain.checkpoint.storage import MANIFEST, StagedCheckpoint, StoredCheckpoint
 from torchtrain.errors import DamagedError, SupersededError, TorchtrainError
@@ -57,7 +58,6 @@ _METADATA_TYPES = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
     },
     f"{_DCP}.filesystem": {"_StorageInfo"},
-    # Makes a torch.layout from its name, by looking it up in a table.
     "torch.serialization": {"_get_layout"},
 }
 
@@ -472,19 +472,93 @@ def _shape(sizes: tuple[int, ...]) -> torch.Size:
     return torch.Size(sizes)
 
 
+class _Record:
+    """What a pickle asks to make of a type of DCP's metadata. Nothing of the type is called or changed meanwhile."""
+
+    type_name = ""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def field(self, name: str, *kinds: type) -> Any:
+        """The value of a field, which must be of one of these types."""
+        value = self.state[name]
+        if type(value) not in kinds:
+            raise ValueError(f"{self.type_name}.{name} is a {type(value).__name__}")
+        return value
+
+    def __hash__(self) -> int:
+        return hash(_index_of(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Record) and _index_of(self) == _index_of(other)
+
+
 class MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's ``.metadata``: an unpickler that can make DCP's metadata types and nothing else, so runs no code."""
+    """Reads DCP's ``.metadata``: an unpickler that makes a ``_Record`` of each of DCP's types, so runs no code."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._types: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
             return _shape
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _METADATA_TYPES.get(module, ()):
-            return super().find_class(module, name)
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if name in _METADATA_TYPES.get(module, ()):
+            return self._types.setdefault(name, type(name, (_Record,), {"type_name": name}))
         raise DamagedError(
             f"the checkpoint's {METADATA} asks for {printable(f'{module}.{name}')}, which no checkpoint needs: not "
             "loaded, because reading it could run code"
         )
+
+
+def _record(value: Any, type_name: str) -> _Record:
+    if not isinstance(value, _Record) or value.type_name != type_name:
+        raise ValueError(f"a {type(value).__name__} where a {type_name} must be")
+    return value
+
+
+def _index_of(record: _Record) -> MetadataIndex:
+    _record(record, "MetadataIndex")
+    place = record.field("offset", torch.Size, type(None))
+    return MetadataIndex(record.field("fqn", str), place, record.field("index", int, type(None)))
+
+
+def _entry_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    """The entry of a tensor, of which only dtype, size and chunks matter here."""
+    if isinstance(value, _Record) and value.type_name == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    entry = _record(value, "TensorStorageMetadata")
+    properties = _record(entry.state["properties"], "TensorProperties").state
+    if not isinstance(properties[0], torch.dtype):
+        raise ValueError(f"a dtype that is a {type(properties[0]).__name__}")
+    chunks = [_record(chunk, "ChunkStorageMetadata") for chunk in entry.field("chunks", list)]
+    sizes = [(chunk.field("offsets", torch.Size), chunk.field("sizes", torch.Size)) for chunk in chunks]
+    return TensorStorageMetadata(
+        TensorProperties(dtype=properties[0]),
+        entry.field("size", torch.Size),
+        [ChunkStorageMetadata(offsets, size) for offsets, size in sizes],
+    )
+
+
+def _read_metadata(content: bytes) -> Metadata:
+    """DCP's metadata in a pickle. Raises exceptions of any kind where it is something else."""
+    loaded = _record(MetadataUnpickler(content).load(), "Metadata")
+    stored: dict[MetadataIndex, Any] = {}
+    for key, value in loaded.field("storage_data", dict).items():
+        info = _record(value, "_StorageInfo")
+        place = info.field("relative_path", str), info.field("offset", int), info.field("length", int)
+        stored[_index_of(key)] = _StorageInfo(*place)
+    entries = loaded.field("state_dict_metadata", dict)
+    if not all(type(name) is str for name in entries):
+        raise ValueError("a name that is not a text")
+    return Metadata({name: _entry_of(entry) for name, entry in entries.items()}, storage_data=stored)
 
 
 def parse_metadata(content: bytes, files: Mapping[str, FileRecord]) -> Metadata:
@@ -494,19 +568,14 @@ def parse_metadata(content: bytes, files: Mapping[str, FileRecord]) -> Metadata:
         DamagedError: ``content`` asks for more than metadata need.
         Exception: of any kind, where it is not metadata, or not of these files.
     """
-    # A few bytes can ask Python's unpickler for any amount of memory: a bytearray, or a place far away in its memo.
-    # pickletools compares the former with what there is.
-    for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(content):
-            raise ValueError("it takes more memory than it has bytes")
-    metadata: Metadata = MetadataUnpickler(io.BytesIO(content)).load()
+    _require_bounded_memo(content)
+    metadata = _read_metadata(content)
     stored: Mapping[MetadataIndex, Any] = metadata.storage_data
     for index, info in stored.items():
         record = files.get(info.relative_path)
         if record is None:
             raise ValueError(f"names {info.relative_path!r}, which the manifest does not")
-        integers = type(info.offset) is int and type(info.length) is int
-        if not (integers and 0 <= info.offset < info.offset + info.length <= record.size_bytes):
+        if not 0 <= info.offset < info.offset + info.length <= record.size_bytes:
             raise ValueError(f"{index.fqn!r} does not lie in {info.relative_path!r}")
         if not index.fqn.isprintable() or index.fqn not in metadata.state_dict_metadata:
             raise ValueError(f"{index.fqn!r} is not one of its tensors")
@@ -708,31 +777,78 @@ class _MemoryFile(io.RawIOBase):
         return len(found)
 
 
+_STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": None,  # the dtype is that of ``_rebuild_tensor_v3``
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Reads the pickle of a tensor, written by ``torch.save``, as the arguments of the function that rebuilds it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+            return lambda *arguments: arguments
+        if (module, name) == ("collections", "OrderedDict"):  # hooks, of which a tensor without gradient has none
+            return lambda: None
+        if module in ("torch", "torch.storage") and name in _STORAGE_DTYPES:
+            return name  # which cannot be called
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        raise ValueError(f"asks for {module}.{name}")
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+
+def _require_bounded_memo(pickled: bytes) -> None:
+    """Raise ValueError if Python's unpickler would take far more memory than ``pickled``: for a place in its memo."""
+    for opcode, argument, _ in pickletools.genops(
+        pickled
+    ):  # which compares the length of a bytearray with what is there
+        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(pickled):
+            raise ValueError("it takes more memory than it has bytes")
+
+
 def _load_tensor(path: str, content: Tensor) -> Tensor:
     """The tensor that ``torch.save`` has written as ``content``, in the same memory. DamagedError if it is none.
 
-    ``torch.load`` makes its shape and strides, without its numbers.
+    It takes no more memory than ``content`` has, whatever that holds.
     """
     view = _bytes_of(content)
     try:
-        with skip_data():
-            tensor = torch.load(cast(Any, _MemoryFile(view)), map_location="cpu", weights_only=True)
-        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
-            raise TypeError(f"a {type(tensor).__name__}")
-        if not tensor.numel():
-            return tensor
         with zipfile.ZipFile(cast(Any, _MemoryFile(view))) as archive:
-            (byte_order,) = (
-                archive.read(entry) for entry in archive.infolist() if entry.filename.endswith("/byteorder")
-            )
-            (numbers,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-        if byte_order.decode() != sys.byteorder or numbers.compress_type != zipfile.ZIP_STORED:
-            raise ValueError("compressed, or of another byte order")
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+                raise ValueError("compressed")
+            by_name = {entry.filename.partition("/")[2]: entry for entry in entries}
+            pickled, byte_order = archive.read(by_name["data.pkl"]), archive.read(by_name["byteorder"])
+            numbers = by_name["data/0"]
+        if byte_order.decode() != sys.byteorder:
+            raise ValueError("of another byte order")
+        _require_bounded_memo(pickled)
+        storage_id, offset, size, stride, *others = _TensorUnpickler(io.BytesIO(pickled)).load()
+        kind, storage_type, key, _, count = storage_id
+        dtype = _STORAGE_DTYPES[storage_type] or others[2]
+        if (kind, key) != ("storage", "0") or not isinstance(dtype, torch.dtype):
+            raise ValueError(f"of {printable(str(storage_type))}")
         # Before the numbers: 30 bytes, a name and a field for alignment.
         start = numbers.header_offset + 30 + sum(struct.unpack_from("<HH", view, numbers.header_offset + 26))
-        if start + numbers.file_size > len(content) or numbers.file_size != tensor.untyped_storage().nbytes():
+        bytes_of_one = dtype.itemsize if _STORAGE_DTYPES[storage_type] else 1
+        if start + numbers.file_size > len(content) or numbers.file_size != count * bytes_of_one:
             raise ValueError("of another size")
-        storage = content[start : start + numbers.file_size].view(tensor.dtype)
-        return storage.as_strided(tensor.shape, tensor.stride(), storage.storage_offset() + tensor.storage_offset())
+        storage = content[start : start + numbers.file_size].view(dtype)
+        return storage.as_strided(_shape(size), stride, storage.storage_offset() + offset)
     except Exception as error:
         raise DamagedError(f"{path} holds something else than a tensor ({printable(str(error))})") from error

@@ -7,6 +7,7 @@ that the dataclasses do not have.
 import argparse
 import dataclasses
 import difflib
+import functools
 import io
 import os
 import re
@@ -291,7 +292,7 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     Raises:
         ConfigError: a key is unknown or a value is invalid. One message lists all such keys, one per line.
     """
-    hints = typing.get_type_hints(section)
+    hints = _type_hints(typing.cast(Any, section))
     names = {key_of(field.name): field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
     values, problems = {}, []
     for key, value in table.items():
@@ -317,6 +318,11 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     unchecked = section()
     vars(unchecked).update(values)  # without calling __post_init__, which checks the rules
     return unchecked
+
+
+@functools.cache
+def _type_hints(section: Any) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def option_of_value(name: str, value: Any) -> str:

@@ -150,6 +150,6 @@ def _json_in(folder: Path, name: str, names: Sequence[str], key: str) -> Any:
         return None
     try:
         content = json.loads(read_file(folder / name))
-    except (*MISSING, ValueError):
+    except (*MISSING, ValueError, RecursionError):
         return None
     return content.get(key) if isinstance(content, dict) else None

@@ -590,7 +590,7 @@ def _parse_record(content: bytes) -> _Record | None:
         fields = json.loads(content)
         flushed, input_hash = fields.pop("flushed", False), fields.pop("input_hash", "")
         return _Record(Shard.from_json(fields), flushed, input_hash)
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -6,15 +6,17 @@ of each document in tokens, and the number of tokens).
 """
 
 import functools
-import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.config.parse import from_toml
+from torchtrain.config.schema import require
 from torchtrain.datasets.data_folder import DataFolder, Range
 from torchtrain.datasets.data_source import (
     Bytes,
@@ -28,12 +30,13 @@ from torchtrain.datasets.data_source import (
 )
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
-from torchtrain.errors import DataError
-from torchtrain.files import MISSING
+from torchtrain.errors import ConfigError, DataError
+from torchtrain.files import MISSING, parse_json
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written
-_FORMAT = 1
+_FORMAT: Literal[1] = 1
+SHARD_NAME = re.compile(r"shard-[0-9]{5,}")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Manifest:
     source_fingerprint: str
     """Identity of the source."""
     shards: tuple[Shard, ...] = ()
-    format: int = _FORMAT
+    format: Literal[1] = _FORMAT
     shard_count: int = 0
     """Number of shards, also before they are written; 0 in data of an earlier version."""
 
@@ -89,16 +92,37 @@ class Manifest:
     def read(folder: DataFolder, label: str, name: str = MANIFEST) -> "Manifest":
         """Read a manifest; DataError if the file is missing, damaged or of another version."""
         try:
-            content = json.loads(folder.read(name))
-            content["shards"] = tuple(Shard.from_json(shard) for shard in content["shards"])
-            manifest = Manifest(**content)
-        except (*MISSING, ValueError, TypeError, KeyError) as error:
+            content = parse_json(folder.read(name), f"{label}: its {name}", DataError)
+        except MISSING as error:
             raise DataError(f"{label}: cannot read its {name}: {error!r}; prepare the data again") from error
-        if manifest.format != _FORMAT:
-            raise DataError(
-                f"{label} has format {manifest.format}, this version reads {_FORMAT}; prepare the data again"
-            )
+        try:
+            manifest = from_toml(Manifest, _without_null(content))
+            _check(manifest)
+        except (ConfigError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{label}: its {name} is damaged: {error}; prepare the data again") from error
         return manifest
+
+
+def _without_null(content: Any) -> Any:
+    """``content`` without the keys whose value is null, which have their defaults."""
+    if isinstance(content, list):
+        return [_without_null(item) for item in content]
+    if isinstance(content, dict):
+        return {key: _without_null(value) for key, value in content.items() if value is not None}
+    return content
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ConfigError if the values of ``manifest`` contradict each other."""
+    names = [shard.name for shard in manifest.shards]
+    require(len(set(names)) == len(names), "it names a shard twice")
+    require(manifest.vocab_size >= 1, f"vocab_size = {manifest.vocab_size}")
+    for shard in manifest.shards:
+        require(SHARD_NAME.fullmatch(shard.name) is not None, f"{shard.name!r} is not the name of a shard")
+        counts = (shard.tokens, shard.documents, shard.bytes, shard.skipped)
+        require(
+            all(0 <= count < 2**60 for count in counts), f"{shard.name} has {counts} tokens, documents, bytes, skips"
+        )
 
 
 class TokenizedDataset(DataSource):
@@ -167,6 +191,11 @@ class TokenizedDataset(DataSource):
             filled = 0
             for _ in self._ranges(start, len(out)):
                 tokens = np.frombuffer(next(contents), self._manifest.dtype)
+                if tokens.max(initial=0) >= self._manifest.vocab_size:
+                    raise DataError(
+                        f"{self.name} has the token {tokens.max()}, beyond its vocabulary of "
+                        f"{self._manifest.vocab_size}: it is damaged; prepare the data again"
+                    )
                 out[filled : filled + len(tokens)] = tokens
                 filled += len(tokens)
 

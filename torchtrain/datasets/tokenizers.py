@@ -19,7 +19,7 @@ import tiktoken
 import tokenizers
 
 from torchtrain.errors import TokenizerError
-from torchtrain.files import MISSING, read_file
+from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.logging import logger
 
 TOKENIZER_JSON = "tokenizer.json"
@@ -179,11 +179,9 @@ def _ids_added_by_config(tokenizer: Tokenizer, folder: Path) -> tuple[list[int],
 def _read_beside(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in another file of the tokenizer's folder; empty if there is no such file."""
     try:
-        content = json.loads(read_file(folder / name))
+        content = parse_json(read_file(folder / name), f"{name}, beside it,", TokenizerError)
     except MISSING:
         return {}
-    except ValueError as error:
-        raise TokenizerError(f"{name}, beside it, is damaged: {error}") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"{name}, beside it, is damaged: it must hold a JSON object, not {str(content)[:40]!r}")
     return content

@@ -1,6 +1,5 @@
 """Read Hugging Face's ``config.json`` as a model config, and as the section [model]."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +8,16 @@ from typing import Any
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import ModelConfig
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.files import MISSING, read_file
+from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.models.model_config import given, to_model_section
 from torchtrain.models.spec import DecoderConfig, HFFormat, spec_of
 
 CONFIG_FILE = "config.json"
+LARGEST = {
+    **dict.fromkeys(("dim", "ffn_dim", "vocab_size"), 2**28),
+    **dict.fromkeys(("n_layers", "n_heads", "n_kv_heads"), 2**16),
+}
+"""Largest sizes of a model: beyond them it would take more memory than any machine has before anything is checked."""
 
 
 def hf_format(model: DecoderConfig) -> HFFormat:
@@ -31,10 +35,15 @@ def hf_format(model: DecoderConfig) -> HFFormat:
 def read_hf_config(folder: Path) -> DecoderConfig:
     """Read the model config from ``config.json`` in ``folder``; CheckpointError if the model is not supported."""
     try:
-        content = json.loads(read_file(folder / CONFIG_FILE))
+        content = parse_json(read_file(folder / CONFIG_FILE), folder / CONFIG_FILE, CheckpointError)
         if not isinstance(content, dict):
             raise ValueError(f"it contains {str(content)[:40]!r}, not an object")
-        return config_from_hf(content)
+        config = config_from_hf(content)
+        for name, most in LARGEST.items():
+            value = getattr(config, name, 0)
+            if type(value) is not int or not 0 <= value <= most:
+                raise ValueError(f"{name} = {value!r} must be an integer of at most {most:,}")
+        return config
     except KeyError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error
     except (*MISSING, ValueError, TypeError, ArithmeticError) as error:

@@ -1,6 +1,5 @@
 """Convert weights between formats, one tensor at a time: checkpoints, Hugging Face's folders and Meta's releases."""
 
-import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.environment import require_one_process
 from torchtrain.errors import CheckpointError
-from torchtrain.files import is_url, partial_folder, read_file, require_folder
+from torchtrain.files import is_url, parse_json, partial_folder, read_file, require_folder
 from torchtrain.logging import logger
 from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.model_config import build_model_config, to_model_section
@@ -188,7 +187,7 @@ def meta_source(folder: Path, tokenizer_path: str) -> SourceWeights:
     vocab_size = load_tokenizer(tokenizer_path).vocab_size
     at = folder / "params.json"
     try:
-        model_config = config_from_meta(json.loads(read_file(at)), vocab_size)
+        model_config = config_from_meta(parse_json(read_file(at), at, CheckpointError), vocab_size)
         files = []
         for at in paths:  # the error message names this file
             files.append(torch.load(at, mmap=True, weights_only=True, map_location="cpu"))

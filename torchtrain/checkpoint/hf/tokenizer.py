@@ -23,7 +23,7 @@ from torchtrain.datasets.tokenizers import (
     Tokenizer,
 )
 from torchtrain.errors import CheckpointError
-from torchtrain.files import MISSING, read_file
+from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.logging import logger
 
 GENERATION_CONFIG = "generation_config.json"
@@ -110,11 +110,11 @@ def find_eos_ids(tokenizer: Tokenizer, folder: Path, *, bos: bool) -> list[int]:
 def _read_eos_ids(folder: Path) -> list[int]:
     for name in (GENERATION_CONFIG, CONFIG_FILE):
         try:
-            content = json.loads(read_file(folder / name))
+            content = parse_json(read_file(folder / name), folder / name, CheckpointError)
             value = content.get("eos_token_id")
         except MISSING:
             continue
-        except (ValueError, AttributeError) as error:
+        except AttributeError as error:
             raise CheckpointError(f"{folder / name} is damaged: {error}") from None
         ids = value if isinstance(value, list) else [value] if value is not None else []
         if any(type(i) is not int for i in ids):

@@ -1,0 +1,224 @@
+"""Files made by someone who means harm: an error that names the file, in bounded time and memory; no code is run."""
+
+import io
+import json
+import pickle
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from data_samples import DOCUMENTS, write_jsonl, write_prepared
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from torchtrain.checkpoint.format import FileRecord, _load_tensor, parse_metadata
+from torchtrain.checkpoint.hf.config import read_hf_config
+from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
+from torchtrain.datasets.data_folder import open_folder
+from torchtrain.datasets.tokenized import TokenizedDataset
+from torchtrain.datasets.tokenizers import load_tokenizer
+from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
+
+METADATA = b"ctorch.distributed.checkpoint.metadata\n"
+DEEP = b"[" * 200_000
+LARGE = 10**12
+
+
+def of_type(name: bytes, module: bytes = METADATA) -> bytes:
+    return module + name + b"\n"
+
+
+def text(value: str) -> bytes:
+    return b"X" + len(value).to_bytes(4, "little") + value.encode()
+
+
+def nested_tuple(depth: int) -> bytes:
+    """A tuple that holds a tuple twice, and so on: its hash takes a time of 2^depth."""
+    return text("a") + b"q\x00" + b"0h\x00h\x00\x86q\x00" * depth
+
+
+def storage_info(path: bytes) -> bytes:
+    """A ``_StorageInfo`` whose path is what ``path`` makes."""
+    fields = b"}(" + text("relative_path") + path + text("offset") + b"K\x00" + text("length") + b"K\x01u"
+    return of_type(b"_StorageInfo", b"ctorch.distributed.checkpoint.filesystem\n") + b")\x81" + fields + b"b"
+
+
+def metadata_with(stored: bytes) -> bytes:
+    """A pickle of ``Metadata`` with one entry in ``storage_data``, whose value ``stored`` makes."""
+    index = (
+        of_type(b"MetadataIndex")
+        + b")\x81}("
+        + text("fqn")
+        + text("a")
+        + text("offset")
+        + b"N"
+        + text("index")
+        + b"Nub"
+    )
+    fields = b"}(" + text("state_dict_metadata") + b"}" + text("storage_data") + b"}" + index + stored + b"su"
+    return b"\x80\x02" + of_type(b"Metadata") + b")\x81" + fields + b"b."
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        # BUILD on a class would set its attributes, for the whole process.
+        b"\x80\x02" + of_type(b"TensorStorageMetadata") + b"N}" + text("__init__") + of_type(b"Metadata") + b"s\x86b.",
+        b"\x80\x02" + of_type(b"TensorStorageMetadata") + b"}" + text("__init__") + of_type(b"Metadata") + b"sb.",
+        b"\x80\x02" + of_type(b"_get_layout", b"ctorch.serialization\n") + b"}" + text("__code__") + b"Nsb.",
+        metadata_with(storage_info(nested_tuple(60))),
+        metadata_with(nested_tuple(60)),
+        metadata_with(storage_info(text("missing"))),
+        b"\x80\x02]q\x00.",
+        b"",
+    ],
+)
+def test_metadata_neither_change_the_process_nor_hang(content: bytes) -> None:
+    made = TensorStorageMetadata.__init__
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        parse_metadata(content, {"b": FileRecord("b", 1, "hash")})
+    assert not isinstance(error.value, MemoryError)
+    assert TensorStorageMetadata.__init__ is made
+
+
+def archive(changes: dict[str, bytes], compressed: str = "") -> torch.Tensor:
+    """The file of a tensor with other entries."""
+    saved = io.BytesIO()
+    torch.save(torch.arange(64.0), saved)
+    entries = {info.filename: zipfile.ZipFile(saved).read(info) for info in zipfile.ZipFile(saved).infolist()}
+    changed = io.BytesIO()
+    with zipfile.ZipFile(changed, "w") as file:
+        for name, content in entries.items():
+            own = name.partition("/")[2]
+            kind = zipfile.ZIP_DEFLATED if own == compressed else zipfile.ZIP_STORED
+            file.writestr(zipfile.ZipInfo(name), changes.get(own, content), compress_type=kind)
+    return torch.frombuffer(bytearray(changed.getvalue()), dtype=torch.uint8)
+
+
+BYTES_OF = b"\x8a\x06" + LARGE.to_bytes(6, "little") + b"\x85R."
+BOMBS = {
+    "bytearray": {"data.pkl": b"\x80\x02cbuiltins\nbytearray\n" + BYTES_OF},
+    "storage": {"data.pkl": b"\x80\x02ctorch\nFloatStorage\n" + BYTES_OF},
+    "untyped storage": {"data.pkl": b"\x80\x02ctorch.storage\nUntypedStorage\n" + BYTES_OF},
+    "codec": {"data.pkl": b"\x80\x02c_codecs\nencode\n" + text("a") + text("unicode_escape") + b"\x86R."},
+    "memo": {"data.pkl": b"\x80\x02Nr\xff\xff\xff\x7f."},
+    "no tensor": {"data.pkl": pickle.dumps({"a": 1})},
+    "byte order": {"byteorder": b"big"},
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_piece_that_is_not_a_tensor_is_damaged(kind: str) -> None:
+    """``LARGE`` bytes would be an error of their own."""
+    with pytest.raises(DamagedError, match=r"^a piece holds something else than a tensor \("):
+        _load_tensor("a piece", archive(BOMBS[kind]))
+
+
+@pytest.mark.parametrize("entry", ["data.pkl", "byteorder", "data/0"])
+def test_compressed_piece_is_not_expanded(entry: str) -> None:
+    with pytest.raises(DamagedError, match=r"\(compressed\)"):
+        _load_tensor("a piece", archive({entry: bytes(2**20)}, compressed=entry))
+
+
+def test_tensor_whose_strides_leave_its_numbers_is_damaged() -> None:
+    saved = io.BytesIO()
+    torch.save(torch.arange(64.0), saved)
+    whole = torch.frombuffer(bytearray(saved.getvalue()), dtype=torch.uint8)
+    assert _load_tensor("a piece", whole).tolist() == list(range(64))
+    name = next(name for name in zipfile.ZipFile(saved).namelist() if name.endswith("data.pkl"))
+    pickled = zipfile.ZipFile(saved).read(name)
+    longer = pickled.replace(b"K@\x85", b"K\x7f\x85")  # the size (64,) as (127,)
+    assert longer != pickled
+    with pytest.raises(DamagedError):
+        _load_tensor("a piece", archive({"data.pkl": longer}))
+
+
+SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
+MANIFESTS: dict[str, Any] = {
+    "tokens": ("shards", None),
+    "vocabulary": ("vocab_size", "x"),
+    "format": ("format", "\x1b[31m"),
+    "hash": ("tokenizer_hash", 7),
+    "unknown": ("other", 1),
+    "shards": ("shards", {"a": 1}),
+}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    write_prepared(folder / "data", write_jsonl(folder / "a.jsonl", DOCUMENTS))
+    return folder / "data"
+
+
+def open_copy(prepared: Path, folder: Path, manifest: bytes) -> None:
+    for file in prepared.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    (folder / "manifest.json").write_bytes(manifest)
+    source = TokenizedDataset(open_folder(str(folder)), load_tokenizer().content_hash, 0, "the data")
+    source.read([0], [torch.zeros(8, dtype=torch.int64).numpy()])
+
+
+@pytest.mark.parametrize("kind", [*MANIFESTS, "nested", "twice", "negative", "name", "small vocabulary"])
+def test_crafted_manifest_of_prepared_data_is_a_data_error(prepared: Path, tmp_path: Path, kind: str) -> None:
+    content = json.loads((prepared / "manifest.json").read_bytes())
+    if kind in MANIFESTS:
+        key, value = MANIFESTS[kind]
+        content[key] = value
+    shard = content["shards"][0] if isinstance(content["shards"], list) else {}
+    if kind == "tokens":
+        content["shards"] = [{"tokens": None}]
+    elif kind == "twice":
+        content["shards"] += [shard] * 2
+    elif kind == "negative":
+        shard["documents"] = -1
+    elif kind == "name":
+        shard["name"] = "../secret"
+    elif kind == "small vocabulary":
+        content["vocab_size"] = 3
+    with pytest.raises(DataError, match=r"^the data(:| has) ") as error:
+        open_copy(prepared, tmp_path, DEEP if kind == "nested" else json.dumps(content).encode())
+    assert "\x1b" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        DEEP,
+        b'{"model_type": "llama", "a": ' + DEEP,
+        b"[]",
+        json.dumps(SMALL | {"vocab_size": 10**18}).encode(),
+        json.dumps(SMALL | {"num_hidden_layers": 10**30}).encode(),
+        json.dumps(SMALL | {"num_hidden_layers": 1e30}).encode(),
+    ],
+)
+def test_crafted_config_of_a_model_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path / "config.json"))):
+        read_hf_config(tmp_path)
+
+
+def test_nested_files_of_a_tokenizer_are_errors_that_name_them(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(Path("torchtrain/assets/tokenizer.model").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(DEEP)
+    with pytest.raises(
+        TokenizerError, match=r"tokenizer_config.json, beside it, is damaged: its values are nested too"
+    ):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "generation_config.json").write_bytes(DEEP)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is damaged: its values are nested too deeply"):
+        find_eos_ids(load_tokenizer(), tmp_path, bos=True)
+
+
+def test_bombs_take_no_memory() -> None:
+    """The pieces above, in a process that may take 1 GB more than it has."""
+    code = "import resource, sys, test_hostile_files as t\n"
+    code += "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+    code += "resource.setrlimit(resource.RLIMIT_AS, (now + 2**30, now + 2**30))\n"
+    code += "for kind in t.BOMBS:\n  t.test_piece_that_is_not_a_tensor_is_damaged(kind)\n"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
