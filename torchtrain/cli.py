@@ -8,8 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 from torchtrain import __version__
@@ -22,6 +22,29 @@ from torchtrain.logging import init_logging, logger
 DISK_FULL_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 BAD_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *TRANSIENT_ERRNOS)
 LOG_DELAY_SECONDS = 2.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal that ends a command as Ctrl-C does."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """A context manager in which SIGTERM and SIGUSR1, which SLURM sends, raise ``Interrupted``."""
+
+    def interrupt(number: int, _frame: object) -> None:
+        raise Interrupted(number)
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_first_rank() -> bool:
@@ -65,6 +88,8 @@ def run_command(run: Callable[[], int]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the encoding of the terminal may not be UTF-8
     init_logging()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # see torchtrain/__init__.py
     try:
         code = run()
         sys.stdout.flush()
@@ -74,10 +99,11 @@ def run_command(run: Callable[[], int]) -> int:
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a hanging thread would keep the process alive
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        number = error.number if isinstance(error, Interrupted) else signal.SIGINT
         if is_first_rank():
-            logger.error("stopped by Ctrl-C")
-        return 128 + signal.SIGINT
+            logger.error("stopped by %s", "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        return 128 + number
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
         if limit := limit_error(error):
             _log_once(limit, only_this_rank=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from torchtrain.cli import command, run_and_exit
+from torchtrain.cli import command, interrupted_by_signals, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import cores_of_process, process_share
@@ -22,9 +22,9 @@ from torchtrain.logging import logger
 @command
 def main(argv: Sequence[str]) -> int:
     """Tokenize the data, or verify tokenized data; return the exit code of the process."""
-    config = parse(argv, "torchtrain.prepare", __doc__)
     try:
-        return run(config)
+        with interrupted_by_signals():
+            return run(parse(argv, "torchtrain.prepare", __doc__))
     except KeyboardInterrupt:
         logger.info("run the same command again to resume")
         raise

@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -62,6 +62,8 @@ from torchtrain.files import (
 from torchtrain.logging import logger
 from torchtrain.progress import Stderr
 
+STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+SIGNAL_SECONDS = 1.0  # until a signal to a process group has reached this process, too
 POLL_SECONDS = 10.0  # between listings of the output folder, for the progress of all processes
 
 
@@ -342,20 +344,28 @@ def _run(
     context = multiprocessing.get_context("fork")
     next_shard = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork wherever there are threads
-        gc.freeze()
-        for _ in range(min(processes, len(shards))):
-            ours, theirs = context.Pipe(duplex=False)
-            workers[ours] = context.Process(
-                target=_work, args=(write, is_complete, shards, next_shard, theirs), daemon=True
-            )
-            workers[ours].start()
-            theirs.close()  # so that the pipe ends with the process
-        gc.unfreeze()
+    # A signal that arrives while workers are started is handled afterwards: a new process, which is still a copy of
+    # this one, would handle it in the same way.
+    signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # Python 3.12 warns of a fork wherever there are threads
+            gc.freeze()
+            for _ in range(min(processes, len(shards))):
+                if signal.sigpending() & STOP_SIGNALS:
+                    break
+                ours, theirs = context.Pipe(duplex=False)
+                arguments = (write, is_complete, shards, next_shard, theirs, signals_before)
+                workers[ours] = context.Process(target=_work, args=arguments, daemon=True)
+                workers[ours].start()
+                theirs.close()  # so that the pipe ends with the process
+            gc.unfreeze()
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)  # raises KeyboardInterrupt, if there was a signal
         _follow(workers, progress)
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
         for worker in workers.values():
             worker.terminate()
             worker.join()
@@ -434,6 +444,8 @@ def _follow(workers: dict[Connection, Any], progress: _Progress) -> None:
                 except EOFError:
                     worker = workers.pop(pipe)
                     worker.join()
+                    if worker.exitcode == -signal.SIGTERM:
+                        time.sleep(SIGNAL_SECONDS)  # for a signal to all processes, which ends this one, too
                     if worker.exitcode:
                         raise DataError(
                             f"a worker process of prepare ended with code {worker.exitcode}, perhaps out of memory; "
@@ -453,10 +465,18 @@ def _work(
     shards: Mapping[str, int],
     next_shard: Any,
     pipe: Connection,
+    signals: Collection[int],
 ) -> None:
-    """A worker process: write the next shard that no other worker has taken, until none is left; report each."""
+    """A worker process: write the next shard that no other worker has taken, until none is left; report each.
+
+    ``signals``: those to block, as before the start of the workers.
+    """
+    # Signals may reach all processes: the parent handles them, and ends the workers by SIGTERM.
+    for ignored in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, signals)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent handles it
     try:
         for position, (name, number) in enumerate(shards.items()):
             with next_shard.get_lock():

@@ -1,0 +1,96 @@
+"""Signals to the whole process group at random moments of each command: a documented code, no traceback, no process."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+TEXTS = 4000
+COMMANDS = {
+    "prepare": ["--data.path", "{}/texts.jsonl", "--prepare.output", "{}/out", "--prepare.processes", "8"],
+    "train": ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", "{}/run"],
+    "generate": ["{trained}", "--prompt", "def", "--max_new_tokens", "400"],
+    "convert": ["{trained}", "{}/hf"],
+    "compare": ["{trained}", "{trained}"],
+    "estimate": ["--job.config_file", "train_configs/debug_model.toml", "--estimate.world_size", "2"],
+}
+SECONDS = {"prepare": 2.0, "train": 12.0, "generate": 6.0, "convert": 6.0, "compare": 6.0, "estimate": 6.0}
+
+
+def processes_of(group: int) -> list[int]:
+    """The processes of a process group that have not ended."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            try:
+                state, _, owner = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
+            except OSError:
+                continue
+            if int(owner) == group and state != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def interrupt(module: str, words: list[str], number: int, seconds: float) -> tuple[int, str]:
+    """Start a command, send a signal to its process group after ``seconds``; returns its exit code and its log."""
+    command = [sys.executable, "-m", f"torchtrain.{module}", *words]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        time.sleep(seconds)
+        if process.poll() is None:
+            os.killpg(process.pid, number)
+        _, log = process.communicate(timeout=60)
+        deadline = time.monotonic() + 5
+        while processes_of(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not processes_of(process.pid), log
+    finally:
+        process.kill()
+    return process.returncode, log
+
+
+def check(module: str, words: list[str], random_numbers: random.Random) -> None:
+    number = random_numbers.choice(SIGNALS)
+    seconds = random_numbers.uniform(0.05, SECONDS[module])
+    code, log = interrupt(module, words, number, seconds)
+    # Before the command handles signals they end it; a training run stops in its own way, with 75.
+    assert code in (0, 75, 128 + number, -number), (number, seconds, code, log)
+    assert "Traceback" not in log, (number, seconds, log)
+    assert "out of memory" not in log
+    if module == "prepare" and code > 0:
+        assert "run the same command again to resume" in log, (number, seconds, log)
+
+
+def write_texts(folder: Path) -> None:
+    words = [f"word{number}" for number in range(500)]
+    generator = random.Random(0)
+    texts = (" ".join(generator.choices(words, k=300)) for _ in range(TEXTS))
+    (folder / "texts.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prepare_is_interrupted_and_resumed(tmp_path: Path, seed: int) -> None:
+    write_texts(tmp_path)
+    words = [word.replace("{}", str(tmp_path)) for word in COMMANDS["prepare"]]
+    check("prepare", words, random.Random(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", COMMANDS)
+def test_fifty_signals_at_random_moments(module: str, tmp_path: Path, trained_run: Path) -> None:
+    write_texts(tmp_path)
+    generator = random.Random(module)
+    for count in range(50):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        (folder / "texts.jsonl").symlink_to(tmp_path / "texts.jsonl")
+        words = [word.replace("{trained}", str(trained_run)).replace("{}", str(folder)) for word in COMMANDS[module]]
+        check(module, words, generator)
