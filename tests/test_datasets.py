@@ -13,6 +13,7 @@ import zstandard
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_hub_folder, write_jsonl
 
 from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.errors import DataError
 
 ROOT = Path(__file__).parent.parent
@@ -247,3 +248,19 @@ def test_standard_library_and_tokenized_data_need_neither_datasets_nor_pyarrow(t
     command = [sys.executable, "-c", WITHOUT_LIBRARIES_OF_FILE_FORMATS, str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_all_parts_of_a_batch_are_pinned_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied with ``non_blocking``, which blocks unless the memory is pinned."""
+    pinned: list[int] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(id(tensor))
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    parts = {name: torch.zeros(1) for name in ("tokens", "labels", "label_bytes", "sources")}
+    batch = Batch(**parts).pinned()
+    assert [id(part) for part in vars(batch).values()] == pinned
+    assert parts.keys() == Batch.__dataclass_fields__.keys()
+    assert Batch(parts["tokens"], parts["labels"]).pinned().label_bytes is None

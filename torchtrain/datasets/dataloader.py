@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,11 @@ class Batch:
     labels: torch.Tensor
     label_bytes: torch.Tensor | None = None
     sources: torch.Tensor | None = None
+
+    def pinned(self) -> "Batch":
+        """The batch in pinned memory, from which copies with ``non_blocking`` do not block."""
+        parts = {name: part.pin_memory() for name, part in vars(self).items() if part is not None}
+        return replace(self, **parts)
 
 
 @dataclass(frozen=True)
@@ -261,9 +266,8 @@ class DataLoader(Iterator[Batch]):
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
         label_bytes = None if sizes is None else torch.from_numpy(sizes[:, 1:].copy())
-        if self.device.type == "cuda":
-            tokens, labels = tokens.pin_memory(), labels.pin_memory()
-        return Batch(tokens, labels, label_bytes, torch.from_numpy(sources)), self._snapshot()
+        batch = Batch(tokens, labels, label_bytes, torch.from_numpy(sources))
+        return batch.pinned() if self.device.type == "cuda" else batch, self._snapshot()
 
     def _choose_sources(self, windows_drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The source of each row of the global batch in a step, by number."""
