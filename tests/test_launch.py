@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.distributed.process_group import world_size
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
-from torchtrain.launch import SHARED_ENDINGS
+from torchtrain.launch import REPORT_WAITING_SECONDS, SHARED_ENDINGS
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node")
@@ -98,7 +99,8 @@ def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ranks_alone_report_a_signal_to_the_job(number: signal.Signals, code: int) -> None:
     rank = (
-        "import signal, sys; stop = lambda *_: sys.exit('stopped as requested')\n"
+        # In one write: both ranks share the pipe.
+        "import os, signal, sys; stop = lambda *_: (os.write(2, b'stopped as requested\\n'), sys.exit(1))\n"
         "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop); print('ready', flush=True)\n"
         "while True: signal.pause()"
     )
@@ -305,3 +307,23 @@ def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tm
     assert found.stderr.count("error: ") == 1
     assert "SLURM_STEP_NUM_TASKS = 3" in found.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def report_soon() -> None:
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(1 if seconds == REPORT_WAITING_SECONDS else seconds)
+    threading.Timer(6, lambda: os._exit(7)).start()
+
+
+def test_node_that_waits_for_the_others_says_where() -> None:
+    """As if the rendezvous were on another host than that of node rank 0."""
+    port = free_port()
+    found = run_command(
+        *("torchtrain.launch", "--nnodes", "2", "--node-rank", "1", "--master-addr", "localhost"),
+        *("--master-port", str(port), "-m", "torchtrain.train"),
+        hook=report_soon,
+    )
+    assert found.returncode == 7
+    assert (
+        f"node rank 1 of 2, has waited for 45 s for the other nodes, at localhost:{port}: is that the" in found.stderr
+    )

@@ -9,10 +9,12 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torchtrain.cli import command, run_and_exit
 from torchtrain.logging import logger
@@ -24,6 +26,7 @@ SHARED_ENDING_SECONDS = 5
 # after this time, in which the first rank on another node can finish its last work.
 RENDEZVOUS_LOST_SECONDS = 120
 SHUTDOWN_SECONDS = 30  # as torchrun's own
+REPORT_WAITING_SECONDS = 45
 
 
 @command
@@ -53,6 +56,8 @@ def main(argv: Sequence[str]) -> int:
         # A new store for each restart, since the shared store has the addresses of dead ranks. A single node does not
         # need it (init_process_group), and the port of such a store may be taken by the time it is bound.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if most > 1:
+        threading.Thread(target=report_waiting, args=(arguments,), daemon=True).start()
     # With restarts, torchrun may wait for nodes that rejoin. On macOS, Python has waitid since 3.13.
     if arguments.max_restarts == 0 and hasattr(os, "waitid"):
         threading.Thread(target=exit_if_rendezvous_lost, daemon=True).start()
@@ -102,10 +107,8 @@ class HideExplained(logging.Filter):
 
 def terminate_remaining_ranks(number: int) -> None:
     """Forward the signal to ranks that torchrun was starting when it arrived, which torchrun does not terminate."""
-    ranks = []
-    for children in Path("/proc/self/task").glob("*/children"):  # exists only on Linux
-        # Each rank is the leader of a session; other children are not.
-        ranks += [pid for pid in map(int, children.read_text().split()) if os.getsid(pid) == pid]
+    # Each rank is the leader of a session; other children are not.
+    ranks = [pid for pid in child_processes() if os.getsid(pid) == pid]
     for sent, grace_seconds in ((number, SHUTDOWN_SECONDS), (signal.SIGKILL, 1)):
         for pid in ranks:
             os.kill(pid, sent)
@@ -113,6 +116,26 @@ def terminate_remaining_ranks(number: int) -> None:
         while ranks and time.monotonic() < deadline:
             ranks = [pid for pid in ranks if os.waitpid(pid, os.WNOHANG) == (0, 0)]
             time.sleep(0.1)
+
+
+def report_waiting(arguments: Any) -> None:
+    """Log what this node waits for, if it has not started its ranks after ``REPORT_WAITING_SECONDS``."""
+    time.sleep(REPORT_WAITING_SECONDS)
+    if not Path("/proc/self").exists() or child_processes():
+        return
+    static = arguments.rdzv_backend == "static"
+    address = f"{arguments.master_addr}:{arguments.master_port}" if static else arguments.rdzv_endpoint
+    who = f"node rank {arguments.node_rank} of {arguments.nnodes}" if static else f"one of {arguments.nnodes} nodes"
+    logger.warning(
+        "host %s, %s, has waited for %d s for the other nodes, at %s: is that the host of node rank 0, do all nodes "
+        "reach it, and has each started this command?",
+        *(socket.gethostname(), who, REPORT_WAITING_SECONDS, address),
+    )
+
+
+def child_processes() -> list[int]:
+    """The children of this process; none where there is no /proc."""
+    return [int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
 
 
 def exit_if_rendezvous_lost() -> None:
