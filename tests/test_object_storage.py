@@ -737,3 +737,24 @@ def test_bit_that_flips_on_the_way_is_not_damage(name: str, monkeypatch: pytest.
     monkeypatch.setattr(ObjectStore, "read", flip)
     assert resume(0).manager.start.step == 4
     assert flipped
+
+
+def test_status_of_a_save_names_why_its_requests_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store, "PAUSES_SECONDS", (0.0,))
+    run = Run(storage())
+    statuses: list[str] = []
+    pipe = MemoryFileSystem.pipe_file
+
+    def refuse(system: MemoryFileSystem, path: str, *arguments: Any, **options: Any) -> Any:
+        if path.endswith(".distcp") and not statuses:
+            statuses.append("refused")
+            raise ConnectionError("503 slow down")
+        if statuses == ["refused"]:
+            statuses.append(run.manager.status())
+        return pipe(system, path, *arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
+    wait_for_saves(run.train(1, 2))
+    assert "writes its part since" in statuses[1]
+    assert statuses[1].endswith(".distcp: 503 slow down)")
+    assert run.manager.storage.store.problem == ""  # type: ignore[attr-defined]

@@ -1,6 +1,7 @@
 """Requests to an object store: which errors are retried, for how long, and what an interrupted request leaves."""
 
 import errno
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -163,3 +164,22 @@ def test_denied_request_is_not_retried(proxy: S3Faults) -> None:
     with pytest.raises(ConfigError, match="access is denied"):
         ObjectStore("s3://bucket", "checkpoint.folder").read("a")
     assert len(proxy.requests) == 1
+
+
+def test_rank_that_logs_only_errors_reports_failing_requests_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("torchtrain.object_store.REPORT_SECONDS", 0)
+    monkeypatch.setattr("torchtrain.object_store.logger.propagate", True)
+    reasons: list[str] = []
+    answers = iter([ConnectionError("503"), ConnectionError("503"), None])
+
+    def request() -> str:
+        if (error := next(answers)) is not None:
+            raise error
+        return "done"
+
+    with caplog.at_level(logging.ERROR, logger="torchtrain"):
+        assert with_store_retries(request, "s3://bucket/x", (0.0,) * 4, reasons.append) == "done"
+    assert reasons == ["s3://bucket/x: 503"] * 2
+    assert [record.getMessage() for record in caplog.records] == ["s3://bucket/x: requests fail and are repeated: 503"]

@@ -7,6 +7,7 @@ AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS, or AZURE_STORAGE_CONNECTION_ST
 import base64
 import errno
 import hashlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +31,7 @@ PAUSES_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
 # A request that fails slowly, as by its timeout, is retried for no longer than one that fails at once.
 MAX_RETRY_SECONDS = 240
 MIN_ATTEMPTS = 3
+REPORT_SECONDS = 10  # after which a rank that does not log reports that its requests fail
 
 # A request without an answer fails after this time, and the time that its bytes take at the slowest accepted rate.
 REQUEST_SECONDS = 60
@@ -144,7 +146,12 @@ def with_timeout(file_system: fsspec.AbstractFileSystem, method: str, size_bytes
     return call
 
 
-def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: Sequence[float] | None = None) -> T:
+def with_store_retries(
+    request: Callable[[], T],
+    location: str,
+    pauses_seconds: Sequence[float] | None = None,
+    on_retry: Callable[[str], None] = lambda _: None,
+) -> T:
     """Call ``request()``, and retry it after each of the pauses (``PAUSES_SECONDS``) after a transient error.
 
     No retry begins later than ``MAX_RETRY_SECONDS`` after the first attempt, except for the first ``MIN_ATTEMPTS``.
@@ -152,13 +159,14 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
     Args:
         request: sends requests to the store.
         location: URL for messages.
+        on_retry: called with the reason before each pause.
 
     Raises:
         FileNotFoundError, FileExistsError, ...: the object does not exist (``MISSING``), or exists already.
         ConfigError: credentials are missing, permission is denied, or the request is invalid.
         StorageError: the last attempt failed with a transient error.
     """
-    began = time.monotonic()
+    began, has_reported = time.monotonic(), False
     # The caller may be handling the error of an earlier request, which Python adds to the chain of each new error.
     handled = sys.exc_info()[1]
     pauses = (*(PAUSES_SECONDS if pauses_seconds is None else pauses_seconds), None)
@@ -186,7 +194,13 @@ def with_store_retries(request: Callable[[], T], location: str, pauses_seconds: 
                 raise StorageError(
                     f"{location}: the store does not respond: {_reason(chain)}. Start again later; nothing is lost"
                 ) from error
-            logger.warning("%s: next attempt in %g s: %s", location, pause, _reason(chain))
+            reason = _reason(chain)
+            on_retry(f"{location}: {reason}")
+            if logger.isEnabledFor(logging.WARNING):
+                logger.warning("%s: next attempt in %g s: %s", location, pause, reason)
+            elif not has_reported and time.monotonic() - began >= REPORT_SECONDS:  # a rank that logs only errors
+                has_reported = True
+                logger.error("%s: requests fail and are repeated: %s", location, reason)
             time.sleep(pause)
     raise AssertionError
 

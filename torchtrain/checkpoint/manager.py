@@ -327,7 +327,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self._pending is None or self._writer is None or self._pending.done():
             return ""
         since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
-        return f"step-{self._newest}: {self._writer.doing} since {since}"
+        problem = self._writer.staged.problem
+        return f"step-{self._newest}: {self._writer.doing} since {since}{f' ({problem})' if problem else ''}"
 
     def _save_in_background(
         self, save: Callable[[], None], done: Future[None], writer: VerifiedWriter, step: int, started: float

@@ -74,6 +74,8 @@ class ObjectStore:
     def __init__(self, url: str, option: str) -> None:
         self.url = url.rstrip("/")
         self.option = option
+        self.problem = ""
+        """Why the last request that failed was repeated, while it has not succeeded."""
 
     def __reduce__(self) -> Any:  # the file system has threads and connections
         return ObjectStore, (self.url, self.option)
@@ -87,7 +89,9 @@ class ObjectStore:
         file_system, root = self._opened
         path = f"{root}/{name}" if name else root
         call = partial(with_timeout(file_system, method, size_bytes), path, *args, **options)
-        return with_store_retries(call, self.url_of(name))
+        result = with_store_retries(call, self.url_of(name), on_retry=partial(setattr, self, "problem"))
+        self.problem = ""
+        return result
 
     def url_of(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
@@ -307,6 +311,10 @@ class ObjectStagedCheckpoint(StagedCheckpoint):
         super().__init__(storage.store.url_of(folder))
         self.storage, self.step, self.folder = storage, step, folder
         self._require_lease: Callable[[], None] | None = None  # once the manifest may exist
+
+    @property
+    def problem(self) -> str:
+        return self.storage.store.problem
 
     def create(self, name: str) -> BinaryIO:
         return NewFile(partial(self._store, name))

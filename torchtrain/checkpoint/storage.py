@@ -109,6 +109,11 @@ class StagedCheckpoint(ABC):
         self.location = location
         """Path or URL of the checkpoint once it is complete, for messages."""
 
+    @property
+    def problem(self) -> str:
+        """What delays the writing now, for the report of a save that takes too long; empty if nothing is known."""
+        return ""
+
     def prepare(self) -> None:  # noqa: B027
         """Called on rank 0 before any rank writes: remove what a failed save of this step has left."""
 
