@@ -217,7 +217,10 @@ def test_only_the_text_column_of_parquet_is_fetched(hub: Hub) -> None:
     assert fetched < len(content.getvalue()) / 10
 
 
-def test_resume_inside_a_compressed_file_logs_its_progress(hub: Hub, caplog: pytest.LogCaptureFixture) -> None:
+def test_resume_inside_a_compressed_file_logs_its_progress(
+    hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtrain.datasets.text_sources.SHUFFLED_DOCUMENTS", 2)
     logger = logging.getLogger("torchtrain")
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)

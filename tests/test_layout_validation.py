@@ -13,6 +13,7 @@ from torchtrain.config.schema import (
     CompileConfig,
     DataConfig,
     JobConfig,
+    OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
     ValidationConfig,
@@ -23,7 +24,7 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.model_config import flavor_config
 from torchtrain.parallelisms.pipeline_schedule import split_evenly
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.parallelisms.validate import check_layout
+from torchtrain.parallelisms.validate import check_layout, check_memory
 from torchtrain.trainer import Trainer
 
 LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
@@ -300,3 +301,17 @@ def test_pipeline_options_are_ignored_without_pipeline_parallelism() -> None:
     config = ParallelismConfig(pipeline_parallel_schedule="ZBVZeroBubble", pipeline_parallel_layers_per_stage=(16, 16))
     resolved, _ = resolve_layout(JobConfig(parallelism=config), replace(LLAMA, tied_embeddings=True), 1)
     assert resolved.parallelism.pipeline_parallel_layers_per_stage == ()
+
+
+def test_model_that_no_memory_can_hold_is_rejected_at_once() -> None:
+    model = replace(flavor_config("llama3", "8B"), vocab_size=128256)
+    config, gib = JobConfig(), 2**30
+    with pytest.raises(ConfigError, match=r"8,030,261,248 parameters, .* take 119.7 GiB here, and there are 24.0 GiB"):
+        check_memory(config, ParallelDims(), model, 24 * gib, 1)
+    check_memory(config, ParallelDims(), model, 120 * gib, 1)
+    check_memory(config, ParallelDims(shard=8), model, 24 * gib, 1)
+    with pytest.raises(ConfigError, match=r"take 119.7 GiB here"):
+        check_memory(config, ParallelDims(shard=8), model, 24 * gib, 8)  # all of them on this machine
+    with pytest.raises(ConfigError, match=r"take 29.9 GiB here"):
+        check_memory(config, ParallelDims(replicate=2, shard=4), model, 24 * gib, 1)
+    check_memory(JobConfig(optimizer=OptimizerConfig(name="muon")), ParallelDims(), model, 80 * gib, 1)

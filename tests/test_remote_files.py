@@ -1,14 +1,16 @@
 """Data on file systems of fsspec, here in memory: verification, changed objects, hosts in URLs, encodings."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
+import numpy as np
 import pytest
 import torch
-from data_samples import DOCUMENTS, make_loader, opened_text, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.checkpoint.local_storage import LocalStorage
@@ -17,6 +19,7 @@ from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
 from torchtrain.datasets import data_folder, tokenize_dataset
 from torchtrain.datasets.data_folder import LocalFolder, open_folder
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.file_formats import NotUTF8Error
 from torchtrain.datasets.remote_files import RemoteFile, identity_of_remote
 from torchtrain.datasets.tokenized import verify
@@ -191,3 +194,41 @@ def test_identity_of_objects_depends_neither_on_their_bucket_nor_on_their_names(
     assert identity("one") == identity("one", names="ac")  # a renamed file
     assert len({identity("one"), identity("one", tags="xz"), identity("one", tags="yx")}) == 3
     assert identity("one", "x", "a") == identity("other", "x", "a")
+
+
+def documents_in_order(loader: DataLoader, steps: int) -> list[int]:
+    """The numbers of the documents that begin in the next ``steps`` batches."""
+    return [
+        int(number)
+        for _ in range(steps)
+        for row in next(loader).tokens.tolist()
+        for number in re.findall(r"doc(\d{4}) ", TOKENIZER.decode(row))
+    ]
+
+
+@pytest.mark.parametrize("files", [1, 4])
+def test_streamed_documents_are_shuffled_anew_in_each_epoch(tmp_path: Path, files: int) -> None:
+    """With fewer files than readers, and exactly again after a resume within a block, on any number of ranks."""
+    texts = [f"doc{number:04d} {'word ' * 8}" for number in range(800)]
+    for number in range(files):
+        write_jsonl(tmp_path / f"part{number}.jsonl", texts[number::files])
+    config = DataConfig(path=tmp_path.as_uri())
+    loader = make_loader(config, seq_len=64)
+    order = documents_in_order(loader, 60)
+    first, second = order[:700], order[760:1460]
+    assert len(set(first)) == 700
+    shared = [number for number in first if number in set(second)]
+    places = [[epoch.index(number) for number in shared] for epoch in (first, second)]
+    assert abs(np.corrcoef(*places)[0, 1]) < 0.2
+    assert abs(np.corrcoef(range(700), first)[0, 1]) < 0.2  # nor is the first epoch in the order of the files
+
+    loader = make_loader(config, seq_len=64)
+    take(loader, 7)
+    state = loader.state_dict()
+    expected = take(loader, 3)
+    parts = []
+    for rows in (range(4), range(4, 8)):
+        resumed = make_loader(config, rows, seq_len=64)
+        resumed.load_state_dict({"rows": state["rows"][rows.start : rows.stop]})
+        parts.append(take(resumed, 3))
+    assert torch.equal(torch.cat(parts, dim=1), expected)

@@ -34,7 +34,7 @@ from torchtrain.datasets.builtin_sources import with_revisions
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
-from torchtrain.devices import peak_flops
+from torchtrain.devices import memory_of, peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, on_all_ranks, on_rank0
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import (
@@ -84,7 +84,7 @@ from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.parallelisms.validate import check_layout
+from torchtrain.parallelisms.validate import check_layout, check_memory
 
 
 class Trainer:
@@ -581,6 +581,8 @@ def validate(
     if initial and not (config.checkpoint.enable and own.steps()):  # a resumed run does not read it
         find_weights(initial)
     check_layout(config, device, dims, model)
+    if not config.training.enable_cpu_offload:
+        check_memory(config, dims, model, *memory_of(device))
     check_optimizer(config.optimizer, parameter_shapes(model), model)
     if config.validation.enable:
         check_validation_parts(config, tokenizer)

@@ -66,6 +66,10 @@ class TextSource(DataSource):
         Numbers increase, and may have gaps.
         """
 
+    def read_in_order_of(self, seed: int, part: int, start: int) -> Iterator[tuple[int, str | None]]:  # noqa: ARG002
+        """As ``read``, in the order of an epoch, which ``seed`` determines; numbers are then places in that order."""
+        return self.read(part, start)
+
     def streams(self, request: StreamRequest) -> list[Stream]:
         readers = request.global_batch_size if self.one_reader_per_row else request.readers
         rows_per_reader = request.global_batch_size // readers
@@ -246,7 +250,8 @@ class PackedTextStream(Stream):
             part = int(permute(np.array([index]), parts, stream_seed(self._seed, epoch))[0])
             if self._number != self._begun_at:
                 self._read_fully.add(part)
-            for number, text in self._source.read(part, self._document):
+            seed = stream_seed(self._seed, epoch, part)
+            for number, text in self._source.read_in_order_of(seed, part, self._document):
                 if text is None:
                     self._source.count_skipped()
                 elif text:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+import numpy as np
+
 from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, ignore
+from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING, with_retries
@@ -21,6 +24,7 @@ Documents = Callable[[int, OnMalformed], Iterator[str | None]]
 
 # Pauses before each retry of reading data, about four minutes in total.
 PAUSES_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60)
+SHUFFLED_DOCUMENTS = 128  # which each reader of streamed data has in memory, to shuffle them
 
 
 def read_with_retries(read: Callable[[], T], path: Path) -> T:
@@ -94,8 +98,9 @@ class DatasetText(LocalText):
 class StreamedText(TextSource):
     """Files that are read over the network as they are needed.
 
-    A part is a file. With fewer files than readers, the documents of each file are divided among several parts, each
-    of which reads the whole file and keeps its share.
+    In each epoch the files are read in another order, and the documents of each are shuffled in blocks of
+    ``SHUFFLED_DOCUMENTS``. A part is a file. With fewer files than readers, the documents of each file are divided
+    among several parts, each of which reads the whole file and keeps its share.
 
     Args:
         files: for each file a function that returns its documents from a given number on. Its second argument is called
@@ -121,11 +126,27 @@ class StreamedText(TextSource):
         self._files = files
         self._identity = identity
         self._skip_not_utf8 = skip_not_utf8
+        logger.info(
+            "%s: %d file(s) are streamed by %d reader(s); each shuffles blocks of %d documents",
+            *(name, len(files), readers, SHUFFLED_DOCUMENTS),
+        )
         self.not_utf8: set[int] = set()
         """Numbers of the files, found so far, that are not UTF-8."""
 
     def identity(self) -> str:
         return self._identity()
+
+    def read_in_order_of(self, seed: int, part: int, start: int) -> Iterator[tuple[int, str | None]]:
+        # Documents are shuffled in blocks, so that a place in the order is a place in a block: a run resumes at any
+        # place by reading its block again.
+        first = start - start % SHUFFLED_DOCUMENTS
+        share = part % self._shares
+        documents = self.read(part, share + first * self._shares)
+        while block := [text for _, text in itertools.islice(documents, SHUFFLED_DOCUMENTS)]:
+            order = permute(np.arange(len(block)), len(block), stream_seed(seed, first))
+            for place in range(max(0, start - first), len(block)):
+                yield first + place, block[order[place]]
+            first += SHUFFLED_DOCUMENTS
 
     def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
         number, share = divmod(part, self._shares)

@@ -1,7 +1,9 @@
 """Validate the config against the device and the parallel layout, before process-group initialization."""
 
 import importlib.util
+import math
 from collections.abc import Callable
+from dataclasses import astuple
 
 import torch
 
@@ -11,7 +13,7 @@ from torchtrain.datasets.order import number_of_readers
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import module_in_block
-from torchtrain.models.spec import DecoderConfig, matrix_shapes, spec_of
+from torchtrain.models.spec import DecoderConfig, count_parameters, matrix_shapes, spec_of
 from torchtrain.parallelisms.float8 import gathers_float8
 from torchtrain.parallelisms.resolve import nearest_multiples
 
@@ -54,6 +56,25 @@ def check_layout(
         _check_float8(config, capability, degrees, model, tokens)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
+
+
+def check_memory(config: JobConfig, degrees: ParallelDims, model: DecoderConfig, memory_bytes: int, ranks: int) -> None:
+    """Raise ConfigError if weights, gradients and optimizer states alone exceed the memory of this machine or GPU.
+
+    Args:
+        memory_bytes: that memory.
+        ranks: the number of ranks that share it.
+    """
+    moments = 8 if config.optimizer.name == "adamw" and config.optimizer.state_dtype == "float32" else 2
+    per_parameter = 4 + 4 + moments + 4 * (config.ema.enable and not config.ema.offload)
+    parameters, world = count_parameters(model), math.prod(astuple(degrees))
+    needed = per_parameter * parameters * degrees.replicate * ranks // world
+    if needed > memory_bytes:
+        raise ConfigError(
+            f"the model has {parameters:,} parameters, whose weights, gradients and optimizer states take "
+            f"{needed / 2**30:,.1f} GiB here, and there are {memory_bytes / 2**30:,.1f} GiB: take a smaller model "
+            "(model.flavor), or more machines or GPUs; python -m torchtrain.estimate says what fits"
+        )
 
 
 def check_streams(
