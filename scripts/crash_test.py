@@ -410,12 +410,23 @@ def compare(trial: Trial, undisturbed: Trial, steps: int) -> tuple[int, int]:
     ours, theirs = tensors(trial.folder, steps), tensors(undisturbed.folder, steps)
     assert ours.keys() == theirs.keys()
     assert not (different := [name for name in theirs if not torch.equal(ours[name], theirs[name])]), different
-    numbers = [{line["step"]: line["loss"] for line in run.lines() if "loss" in line} for run in (trial, undisturbed)]
-    # On a full disk lines are dropped.
-    assert not (different_steps := [step for step, loss in numbers[0].items() if numbers[1][step] != loss]), (
-        different_steps
-    )
-    return len(ours), len(numbers[0])
+    different_steps = steps_that_differ(trial.lines(), undisturbed.lines())
+    assert not different_steps, different_steps
+    return len(ours), len({step for step, _ in numbers_in(trial.lines())})
+
+
+def numbers_in(lines: list[dict[str, Any]]) -> list[tuple[int, tuple[float, ...]]]:
+    """Step, and loss, gradient norm and learning rate, of each line of a training step, also of repeated ones."""
+    keys = ("loss", "grad_norm", "lr")
+    return [
+        (line["step"], tuple(line[key] for key in keys)) for line in lines if "loss" in line and "event" not in line
+    ]
+
+
+def steps_that_differ(lines: list[dict[str, Any]], undisturbed: list[dict[str, Any]]) -> list[int]:
+    """The steps of which any line has other numbers than in the undisturbed run. On a full disk lines are dropped."""
+    expected = dict(numbers_in(undisturbed))
+    return sorted({step for step, numbers in numbers_in(lines) if expected[step] != numbers})
 
 
 def run_in_s3(folder: Path, kills: int, faults: int, rng: random.Random) -> None:
@@ -446,14 +457,12 @@ def run_in_s3(folder: Path, kills: int, faults: int, rng: random.Random) -> None
     theirs = crash_test_s3.tensors(LocalCheckpoint(step_folder(folder / "checkpoint", steps)))
     assert ours.keys() == theirs.keys()
     assert not (different := [name for name in theirs if not torch.equal(ours[name], theirs[name])]), different
-    losses = [
-        {line["step"]: line["loss"] for line in metrics_in(disks[0] / name) if "loss" in line}
-        for name in ("run", "undisturbed")
-    ]
+    lines = [metrics_in(disks[0] / name) for name in ("run", "undisturbed")]
     made = ", ".join(f"{count} x {name}" for name, count in sorted(trial.rounds.items()))
     print(f"{made} ({trial.inside_saves} kills inside saves); {steps} steps: {len(ours)} tensors bitwise equal")
     # Also those from before a disk was lost, whose metrics come from checkpoints.
-    differ = [step for step in range(1, steps + 1) if losses[0].get(step) != losses[1].get(step)]
+    missing = set(range(1, steps + 1)) - {step for step, _ in numbers_in(lines[0])}
+    differ = sorted({*missing, *steps_that_differ(*lines)})
     print(f"{len(differ)} of {steps} steps differ; nothing is left in the bucket")
     assert not differ, differ
 

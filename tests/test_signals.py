@@ -15,7 +15,7 @@ TEXTS = 4000
 COMMANDS = {
     "prepare": ["--data.path", "{}/texts.jsonl", "--prepare.output", "{}/out", "--prepare.processes", "8"],
     "train": ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", "{}/run"],
-    "generate": ["{trained}", "--prompt", "def", "--max_new_tokens", "400"],
+    "generate": ["{trained}", "--prompt", "def", "--max_new_tokens", "60"],
     "convert": ["{trained}", "{}/hf"],
     "compare": ["{trained}", "{trained}"],
     "estimate": ["--job.config_file", "train_configs/debug_model.toml", "--estimate.world_size", "2"],

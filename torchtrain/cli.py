@@ -169,6 +169,8 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     if not isinstance(code, int | None):
         sys.stderr.write(f"{code}\n")
         code = 1
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: Ctrl-C ends the process without a traceback
     threading._shutdown()  # type: ignore[attr-defined]  # as in a child of multiprocessing
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
