@@ -32,7 +32,7 @@ if ! grep -qi microsoft /proc/version 2>/dev/null; then # not supported on WSL (
 fi
 
 train=(-m torchtrain.train)
-[[ " $* " == *" --job.config_file"[=\ ]* ]] || train+=(--job.config_file "$CONFIG_FILE")
+[[ " $* " == *" --job.config"[_-]"file"[=\ ]* ]] || train+=(--job.config_file "$CONFIG_FILE")
 train+=("$@")
 if [ "$NGPU" -eq 1 ]; then
   exec "$PYTHON" "${train[@]}"

@@ -351,6 +351,13 @@ def test_checkpoint_that_a_user_puts_back_is_not_deleted(tmp_path: Path) -> None
     assert saved_steps(folder) == [2, 6, 12, 14]
 
 
+def test_note_in_a_checkpoint_does_not_keep_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, keep_latest_k=1).train(1, 2)
+    (tmp_path / "checkpoint/step-2/note.txt").write_text("the good one")
+    wait_for_deletion(run.train(3, 4))
+    assert saved_steps(tmp_path / "checkpoint") == [4]
+
+
 def test_start_owns_the_checkpoints_that_it_finds(tmp_path: Path) -> None:
     wait_for_deletion(Run(tmp_path, keep_latest_k=2).train(1, 4))
     wait_for_deletion(Run(tmp_path, keep_latest_k=2).train(5, 6))

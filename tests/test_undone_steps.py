@@ -1,5 +1,6 @@
 """Steps that are undone, by a rollback or a resume with other options, in metrics.jsonl and in what writers show."""
 
+import io
 import json
 import struct
 from collections.abc import Iterator
@@ -10,7 +11,8 @@ import pytest
 from forked_run import finish, patched_loss, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.checkpoint.outputs import merge_metrics
+from torchtrain.checkpoint import outputs
+from torchtrain.checkpoint.outputs import METRICS, merge_metrics, restore_outputs
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig
 from torchtrain.metrics.history import read_run
@@ -138,14 +140,37 @@ def test_registered_writer_is_called_when_steps_are_undone(tmp_path: Path) -> No
         ([("start", 0, "b"), (None, 4, "")], 2, True),
         ([("start", 0, "b"), (None, 4, "")], 4, False),  # no later step
         ([("start", 0, "b"), (None, 4, ""), ("start", 2, "a"), (None, 4, "")], 2, False),
-        ([("start", 0, "a"), (None, 4, ""), ("start", 4, "b"), (None, 6, "")], 2, False),  # the next stage
+        ([("start", 0, "a"), (None, 4, ""), ("start", 4, "b of the next stage"), (None, 6, "")], 2, False),
         ([("start", 0, "b"), (None, 4, ""), ("rolled_back", 2, "")], 2, False),  # undone already
+        ([("start", 0, "a"), (None, 4, ""), ("start", 4, "b"), (None, 6, "")], 3, True),  # continued with others
     ],
 )
 def test_resume_that_changes_steps(tmp_path: Path, lines: list[Any], step: int, changes: bool) -> None:
-    events = [{"step": at, **({"event": event, "options": options} if event else {})} for event, at, options in lines]
+    events = [
+        {"step": at, **({"event": event, "options": options[:1]} if event else {})} for event, at, options in lines
+    ]
+    for event, (_, _, options) in zip(events, lines, strict=True):
+        event |= {"stage": options[5:]} if "stage" in options else {}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert changes_steps(tmp_path / "metrics.jsonl", step, "a") is changes
+
+
+def test_id_of_a_wandb_run_is_that_of_the_newer_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a rollback, a new one is in the folder before a checkpoint has it."""
+    stored = {METRICS: lines_of((0, 1, "12")), "wandb_id": b"stored"}
+    monkeypatch.setattr(
+        outputs, "_read_outputs", lambda _: [(name, io.BytesIO(content)) for name, content in stored.items()]
+    )
+    checkpoint: Any = None
+    restore_outputs(checkpoint, tmp_path)
+    assert (tmp_path / "wandb_id").read_bytes() == b"stored"
+    (tmp_path / "wandb_id").write_bytes(b"own")
+    (tmp_path / METRICS).write_bytes(lines_of((0, 1, "12"), (2, 2, "3")))
+    restore_outputs(checkpoint, tmp_path)
+    assert (tmp_path / "wandb_id").read_bytes() == b"own"
+    stored[METRICS] = lines_of((0, 1, "12"), (2, 3, "34"))
+    restore_outputs(checkpoint, tmp_path)
+    assert (tmp_path / "wandb_id").read_bytes() == b"stored"
 
 
 def lines_of(*processes: tuple[int, int, str]) -> bytes:

@@ -169,7 +169,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     if not isinstance(code, int | None):
         sys.stderr.write(f"{code}\n")
         code = 1
-    if threading.current_thread() is threading.main_thread():
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: Ctrl-C ends the process without a traceback
     threading._shutdown()  # type: ignore[attr-defined]  # as in a child of multiprocessing
     atexit._run_exitfuncs()

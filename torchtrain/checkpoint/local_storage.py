@@ -231,12 +231,13 @@ class LocalStorage(CheckpointStorage):
         discard(withdraw(path, require_lease), path)
 
     def versions(self) -> dict[int, Hashable]:
-        """Inode and modification time (ns) by step; they change if another checkpoint takes the name."""
+        """Inode and modification time (ns) of the manifest by step, which are others if another checkpoint is there."""
         found: dict[int, Hashable] = {}
         for step in self.steps():
             path = step_folder(self.folder, step)
             with suppress(*MISSING):
-                status = with_retries(lambda: os.stat(path), path)  # noqa: B023
+                file = path / MANIFEST if (path / MANIFEST).exists() else path
+                status = with_retries(lambda: os.stat(file), file)  # noqa: B023
                 found[step] = (status.st_ino, status.st_mtime_ns)
         return found
 

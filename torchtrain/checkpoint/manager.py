@@ -177,9 +177,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         return History(self.storage, self.group, self.lease.run)
 
     def _quarantine(self, history: History, damaged: Mapping[int, str]) -> None:
-        versions = self.storage.versions() if damaged and self.rank == 0 else {}
-        own = {step: why for step, why in damaged.items() if self._is_own(step, versions)}
-        history.quarantine(own, self._check_lease)
+        history.quarantine(damaged, self._check_lease, self._is_own)
 
     def _is_own(self, step: int, versions: Mapping[int, Hashable]) -> bool:
         """Whether this start may change the checkpoint of ``step``; ``versions``: those of the storage now."""
@@ -412,7 +410,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             complete = [step for step in steps if self.storage.has_manifest(step)]
             for step in complete[: -self.config.keep_latest_k] if self.config.keep_latest_k else []:
                 self.storage.delete(step, self._check_lease)
-                del self._own[step]
+                self._own.pop(
+                    step, None
+                )  # or the deletion after the save before, which may still be at work, has done it
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
 

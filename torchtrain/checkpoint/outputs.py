@@ -129,16 +129,19 @@ def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
 
     They are, if the run was continued on another machine in between. Files that only one of both has are kept, and of
     two of the same name the larger one, except for metrics.jsonl (``merge_metrics``), and for the id of the W&B run,
-    where the checkpoint is newer.
+    which is that of the checkpoint if that has lines that the folder lacks.
     """
-    restored = False
+    restored = has_new_lines = False
     for name, file_in_archive in _read_outputs(checkpoint):
         file, content = dump_folder / name, file_in_archive.read()
         own = file.read_bytes() if file.exists() else b""
         if name == METRICS:
             content = merge_metrics(own, content)
+            has_new_lines = content != own
         elif name != "wandb_id":
             content = max(own, content, key=len)
+        elif own and not has_new_lines:
+            continue
         if content != own or not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(file) as written:

@@ -173,14 +173,26 @@ class History:
 
         gather_from_all_ranks(check_share, self.group)
 
-    def quarantine(self, damaged: Mapping[int, str], require_lease: Callable[[], None]) -> None:
+    def quarantine(
+        self,
+        damaged: Mapping[int, str],
+        require_lease: Callable[[], None],
+        may_rename: Callable[[int, Mapping[int, Hashable]], bool],
+    ) -> None:
         """Rename the ``damaged`` checkpoints and log a warning. Called once an older one has been loaded.
 
-        ``damaged``: errors by step. ``require_lease``: see ``CheckpointStorage.set_aside``.
+        Args:
+            damaged: errors by step.
+            require_lease: see ``CheckpointStorage.set_aside``.
+            may_rename: whether this start may rename the checkpoint of a step, given the ``versions`` of all; called on
+                rank 0.
         """
 
         def rename() -> None:
+            versions = self.storage.versions() if damaged else {}
             for step, problem in damaged.items():
+                if not may_rename(step, versions):
+                    continue
                 checkpoint = self.storage.open(step)
                 try:
                     name = self.storage.set_aside(step, "damaged", require_lease)

@@ -140,8 +140,7 @@ class StreamedText(TextSource):
         # Documents are shuffled in blocks, so that a place in the order is a place in a block: a run resumes at any
         # place by reading its block again.
         first = start - start % SHUFFLED_DOCUMENTS
-        share = part % self._shares
-        documents = self.read(part, share + first * self._shares)
+        documents = self.read(part, first * self._shares)
         while block := [text for _, text in itertools.islice(documents, SHUFFLED_DOCUMENTS)]:
             order = permute(np.arange(len(block)), len(block), stream_seed(seed, first))
             for place in range(max(0, start - first), len(block)):

@@ -344,9 +344,19 @@ def _run(
     context = multiprocessing.get_context("fork")
     next_shard = context.Value("q", 0)
     workers: dict[Connection, Any] = {}
-    # A signal that arrives while workers are started is handled afterwards: a new process, which is still a copy of
-    # this one, would handle it in the same way.
+    # A signal that arrives while workers are started is handled afterwards, here and in a new process, which is still a
+    # copy of this one. It is blocked for the new process, and noted here, where another thread may get it.
+    received: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in STOP_SIGNALS}
     signals_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+    def handle_signals() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if received:
+            signal.raise_signal(received.pop())
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter(
@@ -354,21 +364,23 @@ def _run(
             )  # Python 3.12 warns of a fork wherever there are threads
             gc.freeze()
             for _ in range(min(processes, len(shards))):
-                if signal.sigpending() & STOP_SIGNALS:
+                if received or signal.sigpending() & STOP_SIGNALS:
                     break
                 ours, theirs = context.Pipe(duplex=False)
                 arguments = (write, is_complete, shards, next_shard, theirs, signals_before)
-                workers[ours] = context.Process(target=_work, args=arguments, daemon=True)
-                workers[ours].start()
+                worker = context.Process(target=_work, args=arguments, daemon=True)
+                worker.start()
+                workers[ours] = worker
                 theirs.close()  # so that the pipe ends with the process
             gc.unfreeze()
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)  # raises KeyboardInterrupt, if there was a signal
+        handle_signals()
         _follow(workers, progress)
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, signals_before)
+        gc.unfreeze()
         for worker in workers.values():
             worker.terminate()
             worker.join()
+        handle_signals()
 
 
 class _Progress:

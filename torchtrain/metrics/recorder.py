@@ -105,7 +105,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Open the writers, and start measuring."""
         self.restart(self.start_step)
         if dist.get_rank() == 0:
-            undone = changes_steps(self.folder / "metrics.jsonl", self.start_step, self.options)
+            undone = changes_steps(self.folder / "metrics.jsonl", self.start_step, self.options, self.stage)
             self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run, undone)
             with BestEffort("the first line of metrics.jsonl"):
                 started = {

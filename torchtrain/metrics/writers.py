@@ -234,10 +234,10 @@ def _last_start(path: Path) -> dict[str, Any]:
     return last
 
 
-def changes_steps(path: Path, step: int, options: str) -> bool:
-    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options.
+def changes_steps(path: Path, step: int, options: str, stage: str = "") -> bool:
+    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options, in the same stage.
 
-    ``options``: of the process that now continues from ``step``, as in the events "start".
+    ``options`` and ``stage``: of the process that now continues from ``step``, as in the events "start".
     """
     lines: list[dict[str, Any]] = []
     with suppress(OSError):  # there is none
@@ -250,8 +250,10 @@ def changes_steps(path: Path, step: int, options: str) -> bool:
                     lines.append(line)
     if not any(line["step"] > step and "event" not in line for line in lines):
         return False
-    starts = [line for line in lines if line.get("event") == "start" and line["step"] <= step]
-    return bool(starts) and starts[-1].get("options") != options
+    starts = [line for line in lines if line.get("event") == "start"]
+    before = [start for start in starts if start["step"] <= step][-1:]
+    later = [start for start in starts if start["step"] > step]
+    return any(start.get("options") != options for start in (*before, *later) if start.get("stage", "") == stage)
 
 
 def has_validation(path: Path, step: int) -> bool:
@@ -339,6 +341,8 @@ class WeightsAndBiases(MetricsWriter):
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
+        self.again_from = context.start_step
+        self.run: Any = None
         id_file = context.folder / "wandb_id"
         if context.undone:
             self._begin_again(context.start_step)
@@ -369,8 +373,11 @@ class WeightsAndBiases(MetricsWriter):
         )
 
     def undo(self, step: int) -> None:
-        self.run.summary["undone_after_step"] = step
-        self.run.finish()
+        undone, self.run = self.run, None
+        self.again_from = step
+        if undone is not None:
+            undone.summary["undone_after_step"] = step
+            undone.finish()
         self._begin_again(step)
 
     def _begin_again(self, step: int) -> None:
@@ -382,11 +389,14 @@ class WeightsAndBiases(MetricsWriter):
                 self.write(line)
 
     def write(self, line: dict[str, Any]) -> None:
+        if self.run is None:  # the last attempt to open it has failed
+            self._begin_again(self.again_from)
         values = {f"faults/{line['event']}": 1} if "event" in line else grouped(line)
         self.run.log(values, step=line["step"])
 
     def close(self) -> None:
-        self.run.finish()
+        if self.run is not None:
+            self.run.finish()
 
 
 class Writers:
