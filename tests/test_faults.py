@@ -352,7 +352,7 @@ def test_stop_during_the_export_waits_for_it_or_leaves_it_to_the_next_start(tmp_
     (tmp_path / "end_export").touch()
     assert run.wait() == [0, 0], run.output()
     assert f"wrote {tmp_path}/hf" in run.output()
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("hf")) == ["hf"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("hf")) == ["hf", "hf_made_from.json"]
     assert "the run is complete" in finish(tmp_path, *options)
 
 
