@@ -5,7 +5,6 @@ import os
 import pty
 import re
 import struct
-import sys
 import termios
 import threading
 from collections.abc import Callable, Mapping
@@ -13,12 +12,8 @@ from functools import partial
 
 
 def use_terminal(path: str, environment: Mapping[str, str]) -> None:
-    """A hook of a forked process: its output becomes the terminal ``path``; variables of the terminal are set."""
-    terminal = os.open(path, os.O_RDWR | os.O_NOCTTY)
-    for descriptor in (1, 2):
-        os.dup2(terminal, descriptor)
-    # Python's own objects are of the file that the descriptors were before.
-    sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
+    """A hook of a forked process: its standard error becomes the terminal ``path``, with variables of a terminal."""
+    os.dup2(os.open(path, os.O_RDWR | os.O_NOCTTY), 2)
     for name in ("TERM", "NO_COLOR", "CI"):
         os.environ.pop(name, None)
     os.environ.update(environment)
