@@ -226,7 +226,8 @@ def observed_kind(name: str) -> Kind:
     table = now
     for section in sections:
         table = table.setdefault(section, {})
-    table[key] = [{"path": "another"}] if key == "sources" else another_value(table.get(key))
+    tables = {"sources": [{"path": "another"}], "stages": [{"name": "another"}]}
+    table[key] = tables.get(key) or another_value(table.get(key))
     try:
         (message,) = check_resume_compatibility(tomli_w.dumps(before), tomli_w.dumps(now), ())
     except CheckpointError as error:

@@ -440,10 +440,10 @@ def test_edited_future_is_accepted() -> None:
     after = resolved(more)
     for step in (6, 10):
         lines = check(before[0], after[stage_of_step(after, step)], step)
-        assert all(line.startswith("config differs from the checkpoint's (harmless): stages = ") for line in lines)
+        assert all(line.startswith("config differs from the checkpoint's (harmless): stages") for line in lines)
     longer_now = resolved((BASE + THREE).replace("steps = 10", "steps = 12"))
     (line,) = check(before[0], longer_now[0], 6)  # the stage under way, too
-    assert line.startswith("config differs from the checkpoint's (harmless): stages = ")
+    assert line.startswith("config differs from the checkpoint's (harmless): stages")
     assert "training.steps = 12 (checkpoint: 10)" in line
 
 
@@ -467,6 +467,19 @@ def test_edited_past_is_rejected(old: str, new: str, message: str) -> None:
     with pytest.raises(CheckpointError) as error:
         check(before[1], after[1], 14)
     assert message in str(error.value)
+
+
+def test_edit_of_a_later_stage_is_named_option_by_option() -> None:
+    saved, current = resolved(BASE + THREE), resolved(BASE + THREE.replace("rope_theta = 20000", "rope_theta = 30000"))
+    (line,) = check(saved[0], current[0], 4)
+    assert line == (
+        "config differs from the checkpoint's (harmless): stages[long].model.shape.rope_theta = 30000.0 (checkpoint: "
+        "20000.0)"
+    )
+    longer = resolved(BASE + THREE + '[[stages]]\nname = "more"\nsteps = 2\n')
+    (line,) = check(saved[0], longer[0], 4)
+    assert "stages = ['main', 'long', 'decay', 'more'] (checkpoint: ['main', 'long', 'decay'])" in line
+    assert len(line) < 1000
 
 
 def test_option_of_the_stage_under_way_is_compared_as_in_any_run() -> None:

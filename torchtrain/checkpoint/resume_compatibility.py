@@ -5,7 +5,7 @@ Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones sp
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from itertools import zip_longest
@@ -64,6 +64,8 @@ SAME_ELSEWHERE = ("data.path", "data.name", "model.tokenizer_path")
 
 def kind_of(key: str) -> Kind:
     """Kind of an option such as ``optimizer.lr``."""
+    if key.startswith("stages["):  # compared by ``config_of_saved_stage``
+        return Kind.HARMLESS
     found = (kind for name in (key, key.split(".")[0]) for kind, names in KINDS.items() if name in names)
     return next(found, Kind.CHANGES)
 
@@ -87,10 +89,25 @@ class Difference:
 def differences(saved_toml: str, current_toml: str) -> list[Difference]:
     """Options in which two resolved configs differ, in the order of their names."""
     saved, current = options_in(saved_toml), options_in(current_toml)
-    return [
+    of_stages = _differences_of_stages(saved.pop("stages", ()), current.pop("stages", ()))
+    return of_stages + [
         Difference(key, saved.get(key), current.get(key))
         for key in sorted(saved.keys() | current.keys())
         if saved.get(key) != current.get(key)
+    ]
+
+
+def _differences_of_stages(
+    saved: Sequence[Mapping[str, Any]], current: Sequence[Mapping[str, Any]]
+) -> list[Difference]:
+    """Options in which stages of the same name differ, and the names of the stages if those differ."""
+    before, now = ({table["name"]: flat(table) for table in tables} for tables in (saved, current))
+    found = [Difference("stages", list(before), list(now))] if list(before) != list(now) else []
+    return found + [
+        Difference(f"stages[{name}].{key}", before[name].get(key), now[name].get(key))
+        for name in before.keys() & now.keys()
+        for key in sorted(before[name].keys() | now[name].keys())
+        if before[name].get(key) != now[name].get(key)
     ]
 
 
