@@ -135,7 +135,8 @@ class Cluster:
             case ["kubectl", "logs", "--follow", "--selector", selector]:
                 index = f"batch.kubernetes.io/job-completion-index=0,job-name={self.job['metadata']['name']}"
                 assert selector == index
-                return (self.folder / f"start-{self.starts}/pod-0.log").read_text()
+                log = self.folder / f"start-{self.starts}/pod-0.log"
+                return log.read_text() if log.exists() else ""  # of a pod that is just starting
             case ["kubectl", "patch", "job", name, "--patch", patch]:
                 assert name == self.job["metadata"]["name"]
                 suspend = json.loads(patch)["spec"]["suspend"]
