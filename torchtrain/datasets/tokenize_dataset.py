@@ -359,9 +359,8 @@ def _run(
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # Python 3.12 warns of a fork wherever there are threads
+            # Python 3.12 warns of a fork wherever there are threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
             gc.freeze()
             for _ in range(min(processes, len(shards))):
                 if received or signal.sigpending() & STOP_SIGNALS:
@@ -372,7 +371,6 @@ def _run(
                 worker.start()
                 workers[ours] = worker
                 theirs.close()  # so that the pipe ends with the process
-            gc.unfreeze()
         handle_signals()
         _follow(workers, progress)
     finally:
