@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -339,6 +340,23 @@ def test_no_trace_is_written_for_a_step_that_did_not_run(tmp_path: Path) -> None
             torch.ones(2).relu()
             profiler.step(step)
     assert [path.name for path in tmp_path.iterdir()] == ["step-3"]
+
+
+def test_time_of_writing_a_trace_is_not_that_of_training_steps(tmp_path: Path) -> None:
+    files_at: list[int] = []
+
+    @contextmanager
+    def uncounted() -> Iterator[None]:
+        files_at.append(len(list(tmp_path.rglob("*.json.gz"))))
+        yield
+        files_at.append(len(list(tmp_path.rglob("*.json.gz"))))
+
+    config = ProfilingConfig(enable_profiling=True, profile_freq=3)
+    with Profiler(config, tmp_path, 0, torch.device("cpu"), 0, uncounted) as profiler:
+        for step in range(1, 4):
+            torch.ones(2).relu()
+            profiler.step(step)
+    assert files_at == [0, 1]
 
 
 def test_trace_is_named_by_its_step_after_a_rollback(tmp_path: Path) -> None:

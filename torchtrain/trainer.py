@@ -241,7 +241,9 @@ class Trainer:
                 watch=self.watchdog.watch,
                 parts=build_validation_parts(config, self.tokenizer, self.model, self.gloo_group),
             )
-        self.profiler = Profiler(config.profiling, folder / "traces", rank(), device, self.start_step)
+        self.profiler = Profiler(
+            config.profiling, folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
+        )
 
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
