@@ -141,11 +141,11 @@ def test_flash_kernel_aligns_the_causal_mask_with_the_last_key() -> None:
         for heads, seq in ((HEADS, 128), (KV_HEADS, 384), (KV_HEADS, 384), (HEADS, 128))
     )
     exact = [x.clone().requires_grad_() for x in (q, k, v)]
-    attention_to_the_end(*exact).backward(grad)  # float32: with a mask
+    attention_to_the_end(*exact, flash=True).backward(grad)  # float32: with a mask
     rounded = [x.bfloat16().requires_grad_() for x in (q, k, v)]
-    out = attention_to_the_end(*rounded)
+    out = attention_to_the_end(*rounded, flash=True)
     out.backward(grad.bfloat16())
-    torch.testing.assert_close(out.float(), attention_to_the_end(q, k, v), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(out.float(), attention_to_the_end(q, k, v, flash=True), rtol=2e-2, atol=2e-2)
     for ours, reference in zip(rounded, exact, strict=True):
         assert ours.grad is not None
         torch.testing.assert_close(ours.grad.float(), reference.grad, rtol=5e-2, atol=5e-2)

@@ -128,6 +128,7 @@ class Runs:
         torch._dynamo.reset()  # otherwise the blocks of all runs count as recompilations of one function
         folder = self.folders.mktemp("run")
         outputs = [f"--data.path={self.texts}", f"--job.device={device}", f"--job.dump_folder={folder}"]
+        choose_attention_backend("auto")  # a run with "auto" keeps the choice of the process
         assert main([*BASE, *outputs, *options]) == 0
         return open_run(folder)
 
@@ -250,7 +251,6 @@ def test_option_trains_as_on_a_cpu_in_float32(device: str, compiled: bool, name:
         pytest.importorskip("torchao")
     if name == "flash attention 3":
         pytest.importorskip("flash_attn_interface")
-    choose_attention_backend("auto")  # a run with "auto" keeps the choice of the process
     ours = runs.train(device, *OPTIONS[name], *(["--compile.enable"] if compiled else []))
     changed = [option for option in OPTIONS[name] if name in CHANGES or "n_kv_heads" in option]
     reference = runs.reference(*changed)
