@@ -1,20 +1,23 @@
-"""Run what one GPU can prove in ten minutes, and write the results of each part when it ends.
+"""Run what one GPU can prove in a quarter of an hour, and write the results of each part when it ends.
 
-``scripts/first_hour.sh`` installs the missing packages and runs this script. The results are in the folder of the
+``scripts/first_hour.sh`` installs the missing packages and runs this script. What matters most comes first: the rates
+of kernels, then training steps beside the planner's prediction, then the tests. The results are in the folder of the
 environment variable OUT: a file for each part, and ``summary.md``, which is written again after each part, so that a
-run that is cut short is a result, too. They are at most 8 files of at most 16 MiB. Each part has a time limit.
-``--dry-run`` runs the same parts with small models on a CPU.
+run that is cut short is a result, too. They are at most 8 files of at most 16 MiB. ``calibration.json`` has what the
+planner can be calibrated from. Each part has a time limit. ``--dry-run`` runs the same parts with small models on a
+CPU.
 """
 
 import argparse
-import gzip
+import importlib.util
 import json
 import os
 import re
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,11 +42,13 @@ TINY = [
 
 @dataclass
 class Part:
-    """Commands that run one after the other, until one fails or the time is over."""
+    """Commands that run one after the other, until the time is over."""
 
     name: str
     limit_seconds: int
     commands: list[list[str]]
+    independent: bool = False
+    """Whether later commands run also if one fails."""
     keep: Callable[[Path], None] = lambda _: None
     """Copies files of the part to the folder of the results."""
     figures: Callable[[str], str] = lambda _: ""
@@ -60,10 +65,12 @@ class Part:
             for command in self.commands:
                 print(f"$ {' '.join(command)}", file=file, flush=True)
                 rest = self.limit_seconds - (time.monotonic() - start)
-                self.result = execute(command, file, rest)
-                if self.result != "pass":
-                    print(f"{self.result}: {' '.join(command)}", file=file)
-                    break
+                result = execute(command, file, rest)
+                if result != "pass":
+                    print(f"{result}: {' '.join(command)}", file=file)
+                    self.result = result if self.result == "pass" else self.result
+                    if not self.independent or rest <= 0:
+                        break
         self.seconds = time.monotonic() - start
         output = log.read_text(encoding="utf-8", errors="replace")
         try:
@@ -110,15 +117,78 @@ def module(name: str, *options: str) -> list[str]:
     return [PYTHON, "-m", name, *options]
 
 
-def versions(dry_run: bool) -> Part:
-    commands = [module("torch.utils.collect_env"), *([] if dry_run else [["nvidia-smi"]])]
+def machine(dry_run: bool, calibration: Path) -> Part:
+    """Versions, and the rates of the kernels."""
+    measure = [PYTHON, "scripts/measure_kernels.py", *(["--tiny"] if dry_run else []), f"--output={calibration}"]
+    commands = [module("torch.utils.collect_env"), *([] if dry_run else [["nvidia-smi"]]), measure]
 
     def figures(output: str) -> str:
         names = ("PyTorch version", "CUDA used to build PyTorch", "Nvidia driver version", "GPU 0", "Python version")
         found = (re.search(rf"^{name}: (.*)$", output, re.MULTILINE) for name in names)
-        return ", ".join(f"{match[0]}" for match in found if match)
+        rows = json.loads(calibration.read_text(encoding="utf-8"))["rows"]
+        fractions = [row["fraction"] for row in rows if row["kind"] == "product" and row["dtype"] == "bfloat16"]
+        known = [fraction for fraction in fractions if fraction]
+        reached = f", bfloat16 products at {min(known):.0%} to {max(known):.0%} of the peak" if known else ""
+        return ", ".join(f"{match[0]}" for match in found if match) + f"; {len(rows)} rates of kernels{reached}"
 
-    return Part("versions", 40, commands, figures=figures)
+    return Part("machine", 80, commands, independent=True, figures=figures)
+
+
+def steps(dry_run: bool, work: Path, calibration: Path) -> Part:
+    """Four layers of 8B at 8,192 tokens: eager, compiled, float8, each beside the estimate; a profile of the second."""
+    model = ["--job.config_file=train_configs/llama3_8b.toml", *LOCAL_DATA]
+    model += ["--training.global_batch_size=1", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
+    model += [*TINY, "--compile.no-enable"] if dry_run else ["--model.shape.n_layers=4", "--model.vocab_size=128256"]
+    profile = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=10"]
+    variants = {"eager": ["--compile.no-enable"], "compiled": [], "float8": ["--float8.recipe=tensorwise"]}
+    if dry_run:
+        del variants["float8"]  # a CPU has no products in float8
+    commands, estimates = [], []
+    for name, options in variants.items():
+        traced = profile if name == "compiled" else []
+        commands.append(module("torchtrain.train", *model, *options, *traced, f"--job.dump_folder={work / name}"))
+        planned = module("torchtrain.estimate", *model, *options, "--estimate.world_size=1", "--estimate.json")
+        estimates.append(f"{shlex.join(planned)} > {work / name}.json")
+    # At the same time, because they need no GPU.
+    commands.append(["sh", "-c", " & ".join([*estimates, "wait"])])
+
+    def keep(results: Path) -> None:
+        with tarfile.open(results / "compiled-profile.tar", "w") as archive:
+            for path in sorted((work / "compiled").glob("traces/*/*")):
+                archive.add(path, path.name)
+
+    def figures(_: str) -> str:
+        rows = [{"name": name, "options": options, **step_of(work / name)} for name, options in variants.items()]
+        known = json.loads(calibration.read_text(encoding="utf-8")) if calibration.is_file() else {}
+        calibration.write_text(json.dumps(known | {"steps": rows}), encoding="utf-8")
+        return "; ".join(f"{row['name']}: {row['error'] if 'error' in row else describe(row)}" for row in rows)
+
+    return Part("steps", 220, commands, independent=True, keep=keep, figures=figures)
+
+
+def step_of(folder: Path) -> dict[str, Any]:
+    """What a run measured in its last interval, and what was planned for it."""
+    try:
+        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+        lines = [line for line in map(json.loads, text.splitlines()) if "tokens_per_second" in line]
+        last = lines[-1]
+    except (OSError, IndexError):
+        return {"error": "no step"}
+    row = {name: last.get(name) for name in ("tokens_per_second", "step_seconds", "mfu", "loss", "data_wait_fraction")}
+    row["memory_gib"] = max(line["memory_gib"] for line in lines)
+    planned = folder.with_suffix(".json")
+    if planned.is_file() and planned.stat().st_size:
+        row["planned"] = json.loads(planned.read_text(encoding="utf-8"))
+    return row
+
+
+def describe(row: dict[str, Any]) -> str:
+    mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
+    text = f"{row['tokens_per_second']:,.0f} tokens/s{mfu}, {row['memory_gib']:.2f} GiB"
+    if "planned" in row:
+        seconds, peak = row["planned"]["step_seconds"], row["planned"]["ranks"][0]["peak_active_gib"]
+        text += f" (planned {row['tokens_per_second'] * row['step_seconds'] / seconds:,.0f}, {peak:.2f})"
+    return text
 
 
 def tests(dry_run: bool) -> Part:
@@ -126,12 +196,17 @@ def tests(dry_run: bool) -> Part:
     marked = [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
     marked.sort(key=lambda name: name.endswith("test_gpu.py"))  # last, because it takes the longest
     options = ["-p", "no:cacheprovider", "-mgpu", "-v", "-rA", "--durations=10", *marked]
+    if importlib.util.find_spec("xdist") and not dry_run:
+        options += ["-n", str(min(8, os.cpu_count() or 1)), "-p", "no:benchmark"]  # its plugin rejects pytest-xdist
     # Without a GPU all would be skipped: that they are found is all there is to see.
     command = module("pytest", *(["--collect-only", "-q"] if dry_run else []), *options)
 
     def figures(output: str) -> str:
         last = [line for line in output.splitlines() if re.search(r"\d (passed|failed|skipped)|tests? collected", line)]
-        return last[-1].strip("= ") if last else f"{output.count(' PASSED')} passed, {output.count(' FAILED')} failed"
+        if last:
+            return last[-1].strip("= ")
+        passed, failed = (len(re.findall(rf"\b{word}\b", output)) for word in ("PASSED", "FAILED"))
+        return f"{passed} passed, {failed} failed, the others were not reached"
 
     return Part("tests", 200, [command], figures=figures)
 
@@ -160,44 +235,6 @@ def configs(dry_run: bool, work: Path) -> Part:
     return Part("configs", 110, commands, figures=figures)
 
 
-def model_8b(dry_run: bool, work: Path) -> Part:
-    """Four layers of 8B at 8,192 tokens, compiled, with a profile and a snapshot of the memory, and the estimate."""
-    folder = work / "8b"
-    model = ["--job.config_file=train_configs/llama3_8b.toml", *LOCAL_DATA]
-    model += ["--training.global_batch_size=1", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
-    model += [*TINY, "--compile.no-enable"] if dry_run else ["--model.shape.n_layers=4", "--model.vocab_size=128256"]
-    profile = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=10"]
-    commands = [
-        module("torchtrain.train", *model, *profile, f"--job.dump_folder={folder}"),
-        module("torchtrain.estimate", *model, "--estimate.world_size=1", "--estimate.json"),
-    ]
-
-    def keep(results: Path) -> None:
-        for trace in folder.glob("traces/*/*.trace.json.gz"):
-            shutil.copy(trace, results / "8b-trace.json.gz")
-        for snapshot in folder.glob("traces/*/*.pickle"):
-            with snapshot.open("rb") as source, gzip.open(results / "8b-memory.pickle.gz", "wb") as target:
-                shutil.copyfileobj(source, target)
-
-    def figures(output: str) -> str:
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        steps = [line for line in lines if "tokens_per_second" in line]
-        mfu = steps[-1]["mfu"]
-        measured = f"{steps[-1]['tokens_per_second']:,.0f} tokens/s, " + (f"MFU {mfu:.1%}, " if mfu else "")
-        measured += f"peak {max(line['memory_gib'] for line in steps):.2f} GiB"
-        begin = output.find("\n{\n")
-        if begin < 0:
-            return measured
-        planned, _ = json.JSONDecoder().raw_decode(output[begin + 1 :])
-        low, high = sorted(
-            steps[-1]["tokens_per_second"] * steps[-1]["step_seconds"] / s for s in planned["step_seconds_range"]
-        )
-        peak = planned["ranks"][0]["peak_active_gib"]
-        return f"{measured}; planned: {low:,.0f} to {high:,.0f} tokens/s, peak {peak:.2f} GiB"
-
-    return Part("8b", 110, commands, keep, figures)
-
-
 def benchmark(dry_run: bool, work: Path) -> Part:
     which = ["--tiny", "--threads=1"] if dry_run else ["--gpu", "--only", "1B seq 2048 compiled"]
     command = [PYTHON, "scripts/benchmark.py", *which, "--rounds=1", f"--output={work / 'benchmark.json'}"]
@@ -222,8 +259,9 @@ def main(argv: list[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        parts = [versions(dry_run), tests(dry_run), configs(dry_run, work), model_8b(dry_run, work)]
-        parts.append(benchmark(dry_run, work))
+        calibration = out / "calibration.json"
+        parts = [machine(dry_run, calibration), steps(dry_run, work, calibration), tests(dry_run)]
+        parts += [configs(dry_run, work), benchmark(dry_run, work)]
         for part in parts:
             part.limit_seconds *= 10 if dry_run else 1  # it may be a busy machine
             if not arguments.only or part.name in arguments.only:

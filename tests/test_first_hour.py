@@ -1,5 +1,6 @@
 """scripts/first_hour.sh runs its parts on a CPU, and keeps the results of a run that is cut short."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 from first_hour import Part
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["versions", "tests", "configs", "8b", "benchmark"]
+PARTS = ["machine", "steps", "tests", "configs", "benchmark"]
 
 
 def test_dry_run_writes_the_results_of_each_part(forked_ranks: dict[str, str], tmp_path: Path) -> None:
@@ -28,11 +29,16 @@ def test_dry_run_writes_the_results_of_each_part(forked_ranks: dict[str, str], t
     assert {outcome for outcome, _ in rows.values()} == {"pass"}
     assert "tests collected" in rows["tests"][1]
     assert rows["configs"][1].startswith("loss: 0.0e+00 apart at most, at 10 steps")
-    assert re.fullmatch(r"[\d,]+ tokens/s, peak .* GiB; planned: .* tokens/s, peak .* GiB", rows["8b"][1])
+    step = r"[\d,]+ tokens/s, [\d.]+ GiB \(planned [\d,]+, [\d.]+\)"
+    assert re.fullmatch(f"eager: {step}; compiled: {step}", rows["steps"][1])
+    calibration = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
+    assert {row["kind"] for row in calibration["rows"]} == {"memory", "launch", "product", "attention"}
+    assert [row["planned"]["fits"] for row in calibration["steps"]] == [True, True]
     assert "tokens/s" in rows["benchmark"][1]
     assert {path.name for path in tmp_path.iterdir()} == {
         "summary.md",
-        "8b-trace.json.gz",
+        "calibration.json",
+        "compiled-profile.tar",
         *(f"{part}.txt" for part in PARTS),
     }
 
