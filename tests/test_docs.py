@@ -74,6 +74,7 @@ LISTED = {
     "pytest -m slow": "takes minutes; run by hand",
     "pytest -m gpu": "needs a GPU",
     "scripts/make_wheels.sh": ("needs a package index"),
+    "python scripts/measure_kernels.py": "needs a GPU; part of the dry run of first_hour.sh",
     "scripts/first_hour.sh": ("needs a GPU; tests/test_first_hour.py has its dry run"),
     "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmark_muon.py": "takes minutes; run by hand",
