@@ -14,8 +14,8 @@ import torch
 
 from torchtrain.cli import run_and_exit
 from torchtrain.config.parse import parse
-from torchtrain.metrics.loss_by_source import LossBySource
-from torchtrain.metrics.norms import NormsByLayer
+from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
+from torchtrain.plugins.diagnostics.norms import NormsByLayer
 from torchtrain.trainer import Trainer
 
 KINDS = (None, LossBySource, NormsByLayer)

@@ -28,7 +28,7 @@ from torchtrain.distributed.mesh import Mesh, local, resolve_parallel_dims
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.optimizers.muon import Muon, orthogonalize, shard_of
+from torchtrain.plugins.muon.muon import Muon, orthogonalize, shard_of
 from torchtrain.trainer import initialize
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.object_storage import ObjectStorage
 from torchtrain.checkpoint.states import load_tensors, save_tensors
 from torchtrain.checkpoint.storage import WriterLease
+from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 
 class Benchmark:

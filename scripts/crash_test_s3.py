@@ -36,8 +36,8 @@ from s3_faults import S3Faults
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from torchtrain.checkpoint.format import VerifiedReader, read_manifest, verify
-from torchtrain.checkpoint.object_storage import ObjectStorage
 from torchtrain.checkpoint.storage import StoredCheckpoint
+from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 if TYPE_CHECKING:  # crash_test imports this module
     from crash_test import Run

@@ -15,10 +15,9 @@ FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
 # Folders and modules of the package, from the top layer to the lowest. docs/architecture.md explains them.
 LAYERS = {
     "commands": ("train", "prepare", "convert", "generate", "evaluate", "estimate", "compare", "launch"),
-    "tools": ("planning", "comparison"),
+    "plugins": ("plugins",),
     "stages": ("stages",),
     "trainer": ("trainer",),
-    "inference": ("inference",),
     "checkpoints and metrics": ("checkpoint", "metrics"),
     "CPU": ("cpu",),
     "parallelism and optimizers": ("parallelisms", "optimizers", "fault_tolerance"),

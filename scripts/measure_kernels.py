@@ -2,8 +2,8 @@
 
 Matrix products of the Llama sizes in bfloat16 and float8, attention forward and backward by kernel, head size and
 length, element-wise operations that only move bytes, and the time in which the host issues an operation. The results
-are rows of JSON: seconds are medians, ``fraction`` is that of the data sheet's peak (``torchtrain.planning.hardware``),
-which is what ``Efficiency`` holds. FLOPs of attention are counted as in published_attention.csv: without masked pairs,
+are rows of JSON: seconds are medians, ``fraction`` is that of the data sheet's peak, as in the ``Efficiency`` of the
+planner. FLOPs of attention are counted as in published_attention.csv: without masked pairs,
 and 2.5 times as many in backward. ``--tiny`` runs small sizes on a CPU, to try the script.
 """
 
@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 
-from torchtrain.planning.hardware import GPUS  # noqa: E402
+from torchtrain.plugins.planner.hardware import GPUS  # noqa: E402
 
 TOKENS = 8192
 # Inputs and outputs of the matrices of 1B, 8B and 70B.

@@ -2,7 +2,7 @@
 
     python scripts/validate_estimate.py                  # the table of docs/estimate.md
     python scripts/validate_estimate.py --only '70B'     # the rows that contain a regular expression
-    python scripts/validate_estimate.py --fit            # fits the efficiencies, for planning/hardware.py
+    python scripts/validate_estimate.py --fit            # fits the efficiencies, for plugins/planner/hardware.py
 
 Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A row describes how the trainer of a run
 differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,
@@ -38,12 +38,12 @@ from torchtrain.parallelisms import activation_checkpoint, fsdp
 from torchtrain.parallelisms.async_tensor_parallel import FusibleCollectives
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.planning import simulation
-from torchtrain.planning.allocator import peak_reserved
-from torchtrain.planning.hardware import GIB, GPUS, Efficiency
-from torchtrain.planning.operations import Operation
-from torchtrain.planning.simulation import simulate
-from torchtrain.planning.timing import CostModel, replay
+from torchtrain.plugins.planner import simulation
+from torchtrain.plugins.planner.allocator import peak_reserved
+from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
+from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.simulation import simulate
+from torchtrain.plugins.planner.timing import CostModel, replay
 
 aten = torch.ops.aten
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products

@@ -17,12 +17,12 @@ from rank_functions import export
 
 from torchtrain import files
 from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
-from torchtrain.comparison.fingerprints import FILE, StepFingerprints
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError
 from torchtrain.files import PARTIAL_SUFFIX, atomic_write, partial_folder
 from torchtrain.models.llama import Transformer
+from torchtrain.plugins.comparison.fingerprints import FILE, StepFingerprints
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_partial_folder_on_a_file_system_without_locks(tmp_path: Path, monkeypat
 
 
 def hang_while_converting() -> None:
-    from torchtrain.checkpoint.hf import conversion
+    from torchtrain.plugins.huggingface import conversion
 
     def wait(*_: object) -> None:
         time.sleep(600)

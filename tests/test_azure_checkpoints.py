@@ -12,7 +12,7 @@ from s3_server import S3Server
 from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
-from torchtrain.checkpoint.object_storage import ObjectStorage
+from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 STEPS = 4
 SHORT = ("--training.steps", str(STEPS))

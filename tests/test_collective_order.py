@@ -2,7 +2,7 @@
 
 from collective_order import disagreements
 
-from torchtrain.planning.operations import Operation
+from torchtrain.plugins.planner.operations import Operation
 
 
 def call(name: str, size: int, *ranks: int, peer: int | None = None) -> Operation:

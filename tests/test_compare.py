@@ -28,11 +28,18 @@ from safetensors.torch import load_file, save_file
 
 from torchtrain import files
 from torchtrain.compare import main
-from torchtrain.comparison.fingerprints import FILE, Fingerprint, StepFingerprints, distance, first_difference, read
-from torchtrain.comparison.runs import open_run, plot_losses
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.comparison.fingerprints import (
+    FILE,
+    Fingerprint,
+    StepFingerprints,
+    distance,
+    first_difference,
+    read,
+)
+from torchtrain.plugins.comparison.runs import open_run, plot_losses
 from torchtrain.stages import resolve_stages
 
 ROOT = Path(__file__).parent.parent

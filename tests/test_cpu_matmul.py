@@ -14,10 +14,10 @@ from torchtrain.cpu import matmul as cpu_matmul
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.cpu.matmul import apply_float32_matmul, replace_matmuls
 from torchtrain.distributed.mesh import Mesh, ParallelDims
-from torchtrain.inference import trained_model
-from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.plugins.evaluation import trained_model
+from torchtrain.plugins.evaluation.trained_model import load_model
 
 CPU = torch.device("cpu")
 TINY = TransformerConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=16)
@@ -126,7 +126,7 @@ def test_muon_in_bfloat16_replaces_kernels(replacements: list[None]) -> None:
     for dtype in ("auto", "bfloat16"):
         assert not replacements
         config = OptimizerConfig(name="muon", muon_dtype=dtype)
-        use_cpu_kernels(build_optimizer([Transformer(TINY)], config), config)
+        use_cpu_kernels(build_optimizer([Transformer(TINY)], config))
     assert replacements
 
 

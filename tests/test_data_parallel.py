@@ -173,7 +173,7 @@ def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[st
     plain = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in full_weights([model]).items()}
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, implementation=implementation)
     optimizer = build_optimizer([model], config)
-    use_cpu_kernels(optimizer, config)
+    use_cpu_kernels(optimizer)
     reference = torch.optim.AdamW(
         [
             {"params": [p for p in plain.values() if p.ndim > 1], "weight_decay": 0.1},

@@ -31,17 +31,17 @@ from torchtrain.models.spec import flops_per_token
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.planning import estimate_pool, search, summary
-from torchtrain.planning.allocator import Allocation, peak_reserved
-from torchtrain.planning.attention import SPEEDS, Kernel, attention_fraction, kernel_of
-from torchtrain.planning.hardware import GIB, GPUS, Efficiency
-from torchtrain.planning.operations import Operation, collective, moved_bytes, work_of
-from torchtrain.planning.recorder import CATEGORIES, StepRecorder
-from torchtrain.planning.representative_ranks import derive_step
-from torchtrain.planning.request import resolve_gpu, resolve_model_config
-from torchtrain.planning.simulation import RankRecord, representative_ranks, simulate, simulate_steps
-from torchtrain.planning.summary import Estimate, RankMemory, StepCosts, estimate
-from torchtrain.planning.timing import CostModel, replay
+from torchtrain.plugins.planner import estimate_pool, search, summary
+from torchtrain.plugins.planner.allocator import Allocation, peak_reserved
+from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fraction, kernel_of
+from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
+from torchtrain.plugins.planner.operations import Operation, collective, moved_bytes, work_of
+from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
+from torchtrain.plugins.planner.representative_ranks import derive_step
+from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
+from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate, simulate_steps
+from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
+from torchtrain.plugins.planner.timing import CostModel, replay
 from torchtrain.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
@@ -664,7 +664,7 @@ def test_document_mask_needs_a_tokenizer_with_a_token_that_begins_a_document(bui
     config = JobConfig(data=DataConfig(document_mask=True))
     with (
         patch("torchtrain.trainer.load_tokenizer", lambda _: tokenizer),
-        patch("torchtrain.planning.request.load_tokenizer", lambda _: tokenizer),
+        patch("torchtrain.plugins.planner.request.load_tokenizer", lambda _: tokenizer),
         pytest.raises(ConfigError, match="= true needs a tokenizer with a token that begins a document"),
     ):
         build(config)

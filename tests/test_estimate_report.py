@@ -14,10 +14,10 @@ from torchtrain import estimate as command
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig
 from torchtrain.distributed.mesh import ParallelDims
-from torchtrain.planning.hardware import GIB, GPUS
-from torchtrain.planning.report import draw_memory, format_ranking, merged_phases
-from torchtrain.planning.request import resolve_gpu, resolve_model_config
-from torchtrain.planning.summary import Estimate, RankMemory, StepCosts, estimate
+from torchtrain.plugins.planner.hardware import GIB, GPUS
+from torchtrain.plugins.planner.report import draw_memory, format_ranking, merged_phases
+from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
+from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
 
 OPTIONS = ["--job.config_file", "train_configs/debug_model.toml", "--training.global_batch_size", "8"]
 SEARCHED = r"^[0-9:]+ layout (\d+) of \d+: .*: [\d.]+ GiB, .*; the best so far ([\d,]+) tokens/s$"
@@ -81,7 +81,7 @@ def test_ranking_fits_a_screen_of_80_columns() -> None:
 
 
 def few_layouts(use_terminal: Callable[[], object]) -> None:
-    from torchtrain.planning import search
+    from torchtrain.plugins.planner import search
 
     search.LOCAL_BATCHES, search.MODES = (1, 2), ("none",)  # type: ignore[assignment]
     use_terminal()

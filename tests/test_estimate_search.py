@@ -22,7 +22,7 @@ from forkserver import context
 from torchtrain.config.parse import parse
 from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
-from torchtrain.planning import search
+from torchtrain.plugins.planner import search
 
 OPTIONS = ["--job.config_file", "train_configs/debug_model.toml", "--training.seq_len", "64"]
 OPTIONS += ["--model.shape.n_layers", "2", "--training.local_batch_size", "4", "--training.global_batch_size", "8"]

@@ -15,7 +15,7 @@ from forked_command import checked_command, run_command
 
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError, TokenizerError
-from torchtrain.inference.trained_model import TrainedModel
+from torchtrain.plugins.evaluation.trained_model import TrainedModel
 
 pytest.importorskip("lm_eval")
 
@@ -129,7 +129,7 @@ def test_scores_equal_those_of_the_exported_model(fluent_run: Path, tmp_path: Pa
 
 
 def test_unknown_or_invalid_arguments_are_rejected() -> None:
-    from torchtrain.evaluate import HarnessModel
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
 
     for arguments, message in (
         ({"checkpoint": "outputs/debug_model", "weight": "ema"}, "--model_args has weight; torchtrain takes"),
@@ -149,7 +149,7 @@ def test_sampled_answers_differ_and_depend_on_the_seed(trained_run: Path) -> Non
     from lm_eval.api.instance import Instance
     from torch import distributed as dist
 
-    from torchtrain.evaluate import HarnessModel
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
 
     # Like a task with repeats: one context and several answers, in more than one batch.
     options = {"do_sample": True, "temperature": 1.0, "top_k": -1, "max_gen_toks": 16, "until": []}
@@ -302,7 +302,7 @@ def test_long_context_is_truncated_from_the_left(monkeypatch: pytest.MonkeyPatch
 
 
 def test_weights_and_tokenizer_options_are_used(trained_run: Path) -> None:
-    from torchtrain.evaluate import HarnessModel
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
 
     with pytest.raises(TokenizerError, match="nowhere"):
         HarnessModel(checkpoint=str(trained_run), device="cpu", tokenizer_path="nowhere")

@@ -447,7 +447,7 @@ def test_update_of_an_element_does_not_depend_on_its_shard(implementation: str, 
         model = nn.ParameterList([nn.Parameter(part.clone()) for part in values.split(sizes)])
         config = OptimizerConfig(implementation=implementation, state_dtype=state_dtype, lr=0.1)  # type: ignore[arg-type]
         optimizer = build_optimizer([model], config)
-        use_cpu_kernels(optimizer, config)
+        use_cpu_kernels(optimizer)
         for gradient in gradients:
             for parameter, part in zip(model, gradient.split(sizes), strict=True):
                 parameter.grad = part.clone()

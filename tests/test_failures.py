@@ -7,8 +7,8 @@ import pytest
 from forked_command import checked_command
 
 from torchtrain.config.schema import EstimateConfig
-from torchtrain.planning.failures import LLAMA3_GPU_MTBF_HOURS, best_interval, expected_seconds
-from torchtrain.planning.report import format_failures
+from torchtrain.plugins.planner.failures import LLAMA3_GPU_MTBF_HOURS, best_interval, expected_seconds
+from torchtrain.plugins.planner.report import format_failures
 
 
 @pytest.mark.parametrize(("mtbf_minutes", "minutes"), [(24 * 60, "117"), (6 * 60, "57"), (15, "9.1")])

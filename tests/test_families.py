@@ -20,12 +20,12 @@ from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config import registry, schema
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.inference.generation import Sampling, generate
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
 from torchtrain.models.llama.model import TransformerBlock
 from torchtrain.models.llama.specs import LINEAR_LAYERS
 from torchtrain.models.model_config import build_model_config, flavor_config, to_model_section
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
+from torchtrain.plugins.evaluation.generation import Sampling, generate
 
 VOCAB = 320
 SMALL = {

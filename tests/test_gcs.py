@@ -14,9 +14,9 @@ from gcs_server import GCSServer, fake_gcs_server
 from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
-from torchtrain.checkpoint.object_storage import ObjectStorage, ObjectStore
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.tokenize_dataset import prepare
+from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
 
 pytestmark = [
     pytest.mark.slow,

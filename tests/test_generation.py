@@ -15,11 +15,11 @@ from forked_command import checked_command, run_command
 from test_llama import SHAPES, reference_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import torchtrain.generate as command
+import torchtrain.plugins.evaluation.generate_command as command
 from torchtrain.datasets.tokenizers import load_tokenizer
-from torchtrain.inference.generation import Sampling, choose, generate
-from torchtrain.inference.trained_model import TrainedModel
 from torchtrain.models.llama import Transformer
+from torchtrain.plugins.evaluation.generation import Sampling, choose, generate
+from torchtrain.plugins.evaluation.trained_model import TrainedModel
 
 PROMPTS = [[5, 9, 3, 250, 17, 8], [7], [100, 4, 4, 12]]
 
@@ -266,7 +266,7 @@ def test_generate_passes_on_its_options(monkeypatch: pytest.MonkeyPatch) -> None
         calls.append(arguments[3:5])
         raise StopCommand
 
-    monkeypatch.setattr("torchtrain.inference.trained_model.load_model", load)
+    monkeypatch.setattr("torchtrain.plugins.evaluation.trained_model.load_model", load)
     monkeypatch.setattr(command, "complete", complete)
     options = "--temperature 0.7 --top_k 3 --top_p 0.6 --seed 9 --max_new_tokens 5 --weights ema --tokenizer_path t"
     with pytest.raises(StopCommand):
@@ -283,7 +283,7 @@ def test_results_state_why_a_text_ended(monkeypatch: pytest.MonkeyPatch) -> None
         calls.append(eos_ids)
         return iter([[token, token], [eos, token]])
 
-    monkeypatch.setattr("torchtrain.inference.generation.generate", steps)
+    monkeypatch.setattr("torchtrain.plugins.evaluation.generation.generate", steps)
     model: Any = None
     trained = TrainedModel(model, tokenizer, torch.device("cpu"), bos=True, eos_ids=frozenset({2, eos}))
     found = command.complete(trained, ["ab"] * 2, [before] * 2, Sampling(), [2, 2], 0, None)

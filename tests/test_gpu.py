@@ -16,7 +16,6 @@ import torch
 from forked_run import same_tensors, saved_tensors
 from torch.distributed.device_mesh import init_device_mesh
 
-from torchtrain.comparison.runs import RunFolder, compare_runs, open_run, relative
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import ActivationCheckpointConfig, Float8Config
 from torchtrain.distributed.mesh import local
@@ -26,8 +25,9 @@ from torchtrain.parallelisms.compile import apply_compile
 from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-from torchtrain.planning.request import resolve_gpu, resolve_model_config
-from torchtrain.planning.summary import estimate
+from torchtrain.plugins.comparison.runs import RunFolder, compare_runs, open_run, relative
+from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
+from torchtrain.plugins.planner.summary import estimate
 from torchtrain.train import main
 from torchtrain.trainer import initialize
 

@@ -35,21 +35,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from torchtrain import convert as convert_command
 from torchtrain import generate
 from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
-from torchtrain.checkpoint.hf.conversion import SourceWeights, convert
 from torchtrain.checkpoint.hf.export import ORIGIN, _origin, check_export, needs_export
 from torchtrain.checkpoint.hf.weights import check_same_architecture, files_by_size, write_hf_config
-from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.inference.trained_model import load_model
 from torchtrain.logging import logger
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
 from torchtrain.models.llama.meta import config_from_meta
 from torchtrain.models.model_config import flavor_config
+from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
+from torchtrain.plugins.object_storage.storage import ObjectStore
 
 VOCAB = 4096  # vocabulary size of the default tokenizer
 LLAMA2 = TransformerConfig(dim=32, n_layers=2, n_heads=4, n_kv_heads=4, ffn_dim=48, vocab_size=VOCAB, max_seq_len=64)
@@ -298,7 +298,7 @@ def test_field_unknown_to_the_export_is_an_error(
     )
     for change in changes:
         monkeypatch.setattr(
-            "torchtrain.checkpoint.hf.conversion.read_hf_config",
+            "torchtrain.plugins.huggingface.conversion.read_hf_config",
             lambda _, c=change: replace(read(tmp_path / "in"), **c),
         )
         assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 2
@@ -309,7 +309,7 @@ def test_field_unknown_to_the_export_is_an_error(
         config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
             check_export(config, replace(read(tmp_path / "in"), **change))
-    monkeypatch.setattr("torchtrain.checkpoint.hf.conversion.read_hf_config", read)
+    monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.read_hf_config", read)
     assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
 

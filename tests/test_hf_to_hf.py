@@ -17,7 +17,7 @@ from test_tokenizer_json import save_with_post_processor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchtrain import convert, generate
-from torchtrain.inference.trained_model import load_model
+from torchtrain.plugins.evaluation.trained_model import load_model
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"tokenizer": "metaspace BPE", "head_dim": 12, "initializer_range": 0.6},
@@ -152,7 +152,7 @@ def test_special_tokens_of_an_imported_model_are_those_of_its_files(tmp_path: Pa
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
-    from torchtrain.evaluate import HarnessModel
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
 
     folder = save_with_post_processor(tmp_path / "theirs", **SOURCES[source])
     save_model(folder, "Qwen3", "", head_dim=16, initializer_range=0.3)

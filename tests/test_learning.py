@@ -25,12 +25,12 @@ from torchtrain.convert import main as convert
 from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError
-from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.spec import flops_per_token
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.trainer import Trainer, initialize
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
@@ -221,7 +221,7 @@ def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, flo
     for number, block in part.layers.items():
         block.register_forward_hook(lambda _, __, out, number=number: outputs.update({number: out.detach()}))
     optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh, shape)
-    use_cpu_kernels(optimizer, config.optimizer)
+    use_cpu_kernels(optimizer)
     tokens, labels = torch.randint(shape.vocab_size, (2, 8, 16), generator=torch.Generator().manual_seed(0))
     before: dict[str, Tensor] = {}
     for _ in range(6):

@@ -21,8 +21,8 @@ from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss.output_loss import OutputLoss
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.planning.instrument import instrument
-from torchtrain.planning.recorder import StepRecorder
+from torchtrain.plugins.planner.instrument import instrument
+from torchtrain.plugins.planner.recorder import StepRecorder
 
 VOCAB, DIM = 96, 16
 

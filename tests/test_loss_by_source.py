@@ -16,10 +16,10 @@ from torch import Tensor
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.metrics.loss_by_source import LossBySource, source_labels
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_labels
 from torchtrain.trainer import TrainStep
 
 STEPS = 2

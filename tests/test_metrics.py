@@ -23,7 +23,6 @@ from torchtrain.config.schema import MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.history import Run
-from torchtrain.metrics.loss_by_source import LossBySource
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, step_words
 from torchtrain.metrics.report import write_report
@@ -31,6 +30,7 @@ from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.writers import TensorBoard, WeightsAndBiases, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
+from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 

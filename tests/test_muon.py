@@ -27,7 +27,7 @@ from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of
-from torchtrain.optimizers.muon import BUCKET_BYTES, assign_owners, iteration_cost
+from torchtrain.plugins.muon.muon import BUCKET_BYTES, assign_owners, iteration_cost
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 # The ranks do not divide the rows of these matrices: one of eight ranks has no row of wk and wv.
@@ -133,7 +133,7 @@ def sent_bytes(config: JobConfig, steps: int) -> int:
     """Return the bytes that this rank sends to others in ``steps`` updates."""
     model = build(config, replace(TINY, n_layers=2))
     optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh)
-    use_cpu_kernels(optimizer, config.optimizer)
+    use_cpu_kernels(optimizer)
     exchange, sent = dist.all_to_all_single, 0
 
     def counted(output: Tensor, input: Tensor, receives: Any, sends: Any, *args: Any, **options: Any) -> Any:

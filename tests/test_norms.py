@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.metrics.attention_logits import logit_statistics
-from torchtrain.metrics.norms import NormsByLayer, RecordedNorms
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.document_mask import document_mask, document_numbers
 from torchtrain.models.llama import Transformer
+from torchtrain.plugins.diagnostics.attention_logits import logit_statistics
+from torchtrain.plugins.diagnostics.norms import NormsByLayer, RecordedNorms
 from torchtrain.trainer import TrainStep
 
 STEPS = 3
@@ -154,7 +154,7 @@ def test_logits_of_documents_are_the_same_under_context_parallelism(gloo: GlooPo
 @pytest.mark.parametrize("kind", ["causal", "dense", "flex"])
 def test_logits_are_computed_in_parts(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Logits that the mask excludes do not count: neither in the mean, nor in the maximum, though they are larger."""
-    monkeypatch.setattr("torchtrain.metrics.attention_logits.MAX_LOGITS", 3 * 2 * 4 * 16)
+    monkeypatch.setattr("torchtrain.plugins.diagnostics.attention_logits.MAX_LOGITS", 3 * 2 * 4 * 16)
     generator = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, heads, 16, 8, generator=generator) for heads in (4, 2))
     numbers = document_numbers(torch.tensor([[1, *5 * [2], 1, *9 * [2]], [*9 * [2], 1, *6 * [2]]]), 1)

@@ -14,10 +14,10 @@ from s3_faults import S3Faults
 from s3_server import ENVIRONMENT, S3Server
 
 from torchtrain import object_store
-from torchtrain.checkpoint.object_storage import ObjectStore
 from torchtrain.datasets.data_folder import open_folder
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.object_store import PAUSES_SECONDS, with_store_retries
+from torchtrain.plugins.object_storage.storage import ObjectStore
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
 

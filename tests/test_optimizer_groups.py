@@ -15,7 +15,7 @@ from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer, group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.optimizers.muon import Muon
+from torchtrain.plugins.muon.muon import Muon
 
 MODEL = replace(TINY, n_layers=1, qkv_bias=True, qk_norm=True)
 

@@ -30,6 +30,8 @@ INFRASTRUCTURE = {
 }
 # What only a CPU needs. A run on GPUs executes no function of this folder.
 CPU_FOLDER = "cpu/"
+# A plugin asks in its __init__ whether the config needs it. A default run executes nothing else of a plugin.
+PLUGIN = re.compile(r"plugins/\w+/__init__\.py")
 
 
 class Trace:
@@ -114,7 +116,8 @@ def reading_list() -> list[str]:
 
 def differences(listed: list[str], executed: set[str]) -> list[str]:
     """The edits of the README's table that make it the list of files in ``executed`` beside the infrastructure."""
-    expected = {name for name in executed - INFRASTRUCTURE.keys() if not name.startswith(CPU_FOLDER)}
+    core = {name for name in executed - INFRASTRUCTURE.keys() if not PLUGIN.fullmatch(name)}
+    expected = {name for name in core if not name.startswith(CPU_FOLDER)}
     edits = [f"remove the row of {name}: a default run executes none of its functions" for name in listed]
     edits = [edit for edit, name in zip(edits, listed, strict=True) if name not in expected]
     for name in sorted(expected.difference(listed)):
@@ -146,8 +149,8 @@ def test_option_that_is_on_is_traced(tmp_path: Path, default_run: dict[str, Any]
     new = set(run["functions"]) - set(default_run["functions"])
     assert new == {"optimizers/ema.py"}
     listed = [name for name in run["functions"] if name not in (*INFRASTRUCTURE, "optimizers/ema.py")]
-    listed = [name for name in listed if not name.startswith(CPU_FOLDER)]
+    listed = [name for name in listed if not (name.startswith(CPU_FOLDER) or PLUGIN.fullmatch(name))]
     (edit,) = differences(listed, set(run["functions"]))
     assert edit.startswith("add the row: | [optimizers/ema.py](torchtrain/optimizers/ema.py) | ")
-    (edit,) = differences([*listed, "optimizers/ema.py", "optimizers/muon.py"], set(run["functions"]))
-    assert edit == "remove the row of optimizers/muon.py: a default run executes none of its functions"
+    (edit,) = differences([*listed, "optimizers/ema.py", "plugins/muon/muon.py"], set(run["functions"]))
+    assert edit == "remove the row of plugins/muon/muon.py: a default run executes none of its functions"

@@ -14,7 +14,6 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, w
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.checkpoint.local_storage import LocalStorage
-from torchtrain.checkpoint.object_storage import ObjectStorage
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
 from torchtrain.datasets import data_folder, tokenize_dataset
@@ -26,6 +25,7 @@ from torchtrain.datasets.tokenized import verify
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import local_path, scheme_of
 from torchtrain.object_store import open_file_system
+from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 
 @pytest.fixture

@@ -18,10 +18,10 @@ from s3_server import S3Server
 from torchtrain import object_store
 from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalStorage
-from torchtrain.checkpoint.object_storage import ObjectStorage
 from torchtrain.checkpoint.storage import CheckpointStorage
 from torchtrain.config.schema import JobSection
 from torchtrain.errors import ConfigError
+from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 STEPS = 4
 SHORT = ("--training.steps", str(STEPS))

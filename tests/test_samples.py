@@ -18,10 +18,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.errors import ConfigError
-from torchtrain.inference.generation import Sampling, generate
-from torchtrain.inference.samples import Samples, encode_prompts
-from torchtrain.inference.training_logits import TrainingLogits, right_padded
 from torchtrain.models.llama import Transformer
+from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
+from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_padded
 
 PROMPTS = ("a", "bcd", "ef")
 NEW_TOKENS = 9
@@ -137,7 +137,7 @@ def scored_positions(parallelism: dict[str, Any]) -> list[tuple[float, int]]:
         assert len(found.values) == len(places[part])
         return torch.stack((found.values.double(), found.indices.double()), dim=1)
 
-    with patch("torchtrain.inference.training_logits.MIN_CHUNK_TOKENS", 4):  # several chunks
+    with patch("torchtrain.plugins.evaluation.training_logits.MIN_CHUNK_TOKENS", 4):  # several chunks
         scores = logits(tokens, *places.unbind(dim=1), likeliest, width=2)
     sums = torch.zeros(len(own), 2, dtype=torch.float64).index_add_(0, places[:, 0], scores)
     return [(likelihood, round(ids)) for likelihood, ids in logits.gather(sums, len(ROWS)).tolist()]

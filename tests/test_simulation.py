@@ -33,7 +33,7 @@ from torchtrain.parallelisms.attention_backend import (
     choose_attention_backend,
 )
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
-from torchtrain.planning import simulation
+from torchtrain.plugins.planner import simulation
 from torchtrain.trainer import TrainStep
 
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")

@@ -40,7 +40,6 @@ from torchtrain.checkpoint.resume_compatibility import (
     check_resume_compatibility,
     config_of_saved_stage,
 )
-from torchtrain.comparison.fingerprints import read as read_fingerprints
 from torchtrain.config.parse import from_text, parse, to_dict, to_toml
 from torchtrain.config.schema import JobConfig, flat, key_of, registries_of
 from torchtrain.config.stages import has_stages, nested, set_options, stage_configs, tokens_after
@@ -52,6 +51,7 @@ from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.comparison.fingerprints import read as read_fingerprints
 from torchtrain.stages import (
     _build_or_other_step,
     open_data_of_later_stages,

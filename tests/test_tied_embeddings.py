@@ -17,8 +17,8 @@ from torchtrain import generate
 from torchtrain.checkpoint.hf.weights import write_hf_config
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
-from torchtrain.inference.trained_model import load_model
 from torchtrain.models.llama import hf
+from torchtrain.plugins.evaluation.trained_model import load_model
 
 TIED = replace(TINY, tied_embeddings=True)
 TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
@@ -116,7 +116,7 @@ def test_generated_text_equals_transformers(
 def test_log_likelihood_equals_transformers(
     hf_model: tuple[Path, nn.Module], folder_of: Callable[[Source], Path], source: Source
 ) -> None:
-    from torchtrain.evaluate import HarnessModel
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
 
     model, harness = hf_model[1], HarnessModel(str(folder_of(source)))
     context, continuation = TOKENS[0, :10].tolist(), TOKENS[0, 10:].tolist()

@@ -26,7 +26,6 @@ from torchtrain import compare as compare_command
 from torchtrain import convert as convert_command
 from torchtrain import generate as generate_command
 from torchtrain.checkpoint.hf.config import resolve_model_section
-from torchtrain.checkpoint.hf.conversion import convert
 from torchtrain.checkpoint.hf.weights import find_tensors, save_hf, write_hf_config
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.checkpoint.states import parameter_shapes
@@ -36,9 +35,10 @@ from torchtrain.datasets.local_files import identity_of
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.inference.trained_model import load_model
 from torchtrain.models.model_config import build_model_config
-from torchtrain.planning.request import resolve_model_config
+from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface.conversion import convert
+from torchtrain.plugins.planner.request import resolve_model_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,7 +101,7 @@ def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkey
         (target / "theirs").write_text("theirs")
         return tensor
 
-    monkeypatch.setattr("torchtrain.checkpoint.hf.conversion.finite", make_target)
+    monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.finite", make_target)
     with pytest.raises(CheckpointError, match=r"target could not be written: .*Directory not empty"):
         convert(run, target, "torchtrain", "float32")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "target"}

@@ -10,11 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from typing import Any, NoReturn
 
 from torchtrain import __version__
 from torchtrain.environment import limit_error
-from torchtrain.errors import StoppedError, StorageError, TorchtrainError
+from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS
 from torchtrain.logging import init_logging, logger
 
@@ -145,6 +146,29 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         return run_command(lambda: run(arguments))
 
     main.__doc__ = run.__doc__
+    return main
+
+
+def plugin_command(module: str) -> Callable[..., int]:
+    """The ``main`` of a command that ``module`` of a plugin implements: imports the module, and calls its ``main``."""
+
+    def main(argv: Sequence[str] | None = None) -> int:
+        plugin = ".".join(module.split(".")[:3])
+        try:
+            implementation = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
+                raise
+            message = f"this command is of the plugin {plugin}, which is not installed"
+        else:
+            code: int = implementation.main(argv)
+            return code
+
+        def reject() -> int:
+            raise ConfigError(message)
+
+        return run_command(reject)
+
     return main
 
 

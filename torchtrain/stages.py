@@ -32,6 +32,7 @@ from torchtrain.errors import CheckpointError, ConfigError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 from torchtrain.metrics.stage_table import first_step, in_columns, stage_table
+from torchtrain.metrics.validation import check_data_of_validation_parts
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -318,10 +319,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
                 )
                 known[_key(source)] = open_source(source, context)
             try:
-                if own.validation.enable and own.validation.tasks:
-                    from torchtrain.inference.tasks import load_tasks  # of lm_eval, which is optional
-
-                    load_tasks(own.validation)
+                check_data_of_validation_parts(own)
                 check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
             except ConfigError as error:
                 raise ConfigError(f"stage {own.job.stage!r}: {error}") from None

@@ -35,27 +35,11 @@ def main(argv: Sequence[str]) -> int:
 def train(config: JobConfig) -> int:
     """Train as ``config`` says; returns the exit code of the process (see ``Trainer.train``)."""
     # Imported here because --help and a rejected config do not need torch, which takes seconds to import.
-    from torchtrain.checkpoint.resume import HeldLease
     from torchtrain.config.stages import has_stages
-    from torchtrain.distributed.process_group import Rendezvous
-    from torchtrain.fault_tolerance.stop_request import StopRequest
     from torchtrain.stages import train_in_stages
     from torchtrain.trainer import Trainer
 
-    def build(
-        config: JobConfig,
-        rendezvous: Rendezvous | None = None,
-        stop: StopRequest | None = None,
-        held: HeldLease | None = None,
-    ) -> Trainer:
-        trainer = Trainer(config, rendezvous, stop, held)
-        if config.debug.fingerprint_steps:
-            from torchtrain.comparison.fingerprint_hook import FingerprintHook
-
-            trainer.train_step.hooks.append(FingerprintHook(trainer.config, trainer.model))
-        return trainer
-
-    return train_in_stages(config, build) if has_stages(config) else build(config).train()
+    return train_in_stages(config, Trainer) if has_stages(config) else Trainer(config).train()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shap
 from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config, with_longest_context
 from torchtrain.config.parse import to_toml, train_configs
+from torchtrain.config.registry import STEP_HOOKS, check_plugin_options
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.config.stages import tokens_after
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
@@ -54,17 +55,14 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
-from torchtrain.inference.validation_parts import build_validation_parts, check_validation_parts
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
-from torchtrain.metrics.loss_by_source import LossBySource, source_labels
-from torchtrain.metrics.norms import NormsByLayer
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.report import report_end
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
 from torchtrain.metrics.step_hook import StepHook
-from torchtrain.metrics.validation import Validator
+from torchtrain.metrics.validation import Validator, build_validation_parts, check_validation_parts
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.loss import TokenLoss, exact_nats
@@ -151,7 +149,7 @@ class Trainer:
         # Optimizer. Built after to_empty, which replaces the parameters.
         self.optimizer = build_optimizer(self.model.model_parts, config.optimizer, mesh, self.model_config)
         if device.type == "cpu":
-            use_cpu_kernels(self.optimizer, config.optimizer)
+            use_cpu_kernels(self.optimizer)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         warn_of_zero_rate(self.schedule, config.training.steps)
         self.ema = EMA(self.model.model_parts, config.ema) if config.ema.enable else None
@@ -214,20 +212,6 @@ class Trainer:
             before_update=self.checkpointer.before_update,
             ema=self.ema,
         )
-        if config.metrics.enable_loss_by_source:
-            by_source = LossBySource(source_labels(config.data), self.model.loss, mesh.loss.get_group(), device)
-            self.train_step.hooks.append(by_source)
-            self.metrics.step_metrics.append(by_source)
-        if config.metrics.norms_freq:
-            norms = NormsByLayer(
-                self.model,
-                config.metrics.norms_freq,
-                self.metrics.record_values,
-                self.gloo_group,
-                is_compiled=config.compile.enable,
-            )
-            self.train_step.hooks.append(norms)
-            self.guard.explain = norms.recorded.describe_first_outlier
         self.validator: Validator | None = None
         if config.validation.enable:
             self.validator = Validator(
@@ -244,6 +228,8 @@ class Trainer:
         self.profiler = Profiler(
             config.profiling, folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
         )
+        built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
+        self.train_step.hooks += [hook for hook in built if hook is not None]
 
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
@@ -576,6 +562,7 @@ def validate(
     config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig, tokenizer: Tokenizer
 ) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
+    check_plugin_options(config)
     check_writers(config.metrics)
     check_attention_backend(config.training.attention_backend, device)
     document_start(config, tokenizer)

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from torchtrain.planning.operations import Operation
+from torchtrain.plugins.planner.operations import Operation
 
 Call = tuple[str, int]  # operation, bytes
 

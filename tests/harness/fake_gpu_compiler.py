@@ -104,7 +104,7 @@ class Graph:
     least_bytes: int
     """Bytes of the inputs and outputs of the graph, each once."""
     assumed_bytes: int
-    """Bytes of the generated kernels by the planner's model (``planning/compiled.py``)."""
+    """Bytes of the generated kernels by the planner's model (``plugins/planner/compiled.py``)."""
     kernels: list[Kernel] = field(default_factory=list)
 
     @property
@@ -325,7 +325,7 @@ def capture(called: Callable[[str, list[Any], Any], None] = lambda *_: None) -> 
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    from torchtrain.planning.compiled import boundary_bytes, fused_kernels
+    from torchtrain.plugins.planner.compiled import boundary_bytes, fused_kernels
 
     captured, kernels, launches = Capture(), [], []
 

@@ -26,9 +26,9 @@ from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.models.document_mask import document_mask
 from torchtrain.models.llama.model import Transformer, TransformerConfig, apply_rope, attend
 from torchtrain.models.loss.output_loss import OutputLoss
-from torchtrain.optimizers.muon import orthogonalize
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.compile import apply_compile
+from torchtrain.plugins.muon.muon import orthogonalize
 
 Results = dict[str, Tensor]
 

@@ -20,7 +20,7 @@ from simulated_step import Report
 
 from torchtrain.models.document_mask import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
-from torchtrain.planning import simulation
+from torchtrain.plugins.planner import simulation
 
 # The operations of each attention kernel, as the simulation records them.
 ATTENTION = {

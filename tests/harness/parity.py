@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtrain import trainer as trainer_module
-from torchtrain.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
@@ -32,6 +31,7 @@ from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.trainer import TrainStep, initialize
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
@@ -108,7 +108,7 @@ def train(
     model = build(config, shape)
     first = full_weights(model.model_parts)
     optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh, shape)
-    use_cpu_kernels(optimizer, config.optimizer)
+    use_cpu_kernels(optimizer)
     if gathers_float8(config.float8, model.mesh.degrees.fsdp):
         optimizer.after_step = partial(compute_scales, model.model_parts)
         optimizer.after_step()

@@ -11,9 +11,9 @@ for name in (
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
     "torchtrain.fault_tolerance.watchdog",
-    "torchtrain.comparison.implementations",
+    "torchtrain.plugins.comparison.implementations",
     "torchtrain.datasets.hub",  # and the libraries that are imported only when data need them
-    "torchtrain.inference.generation",
+    "torchtrain.plugins.evaluation.generation",
     "torchtrain.launch",
     "torchtrain.metrics",
     "torchtrain.metrics.profiler",

@@ -19,12 +19,12 @@ from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.inference.generation import Sampling, generate
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama import model as llama
 from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
+from torchtrain.plugins.evaluation.generation import Sampling, generate
 
 
 def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:

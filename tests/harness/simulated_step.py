@@ -17,12 +17,12 @@ from torchtrain.config.parse import from_file
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
-from torchtrain.planning import simulation
-from torchtrain.planning.hardware import GPUS
-from torchtrain.planning.operations import VIEWS, collective, tensors_in
-from torchtrain.planning.recorder import CATEGORIES, StepRecorder
-from torchtrain.planning.request import resolve_and_validate
-from torchtrain.planning.simulation import representative_ranks, simulate
+from torchtrain.plugins.planner import simulation
+from torchtrain.plugins.planner.hardware import GPUS
+from torchtrain.plugins.planner.operations import VIEWS, collective, tensors_in
+from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
+from torchtrain.plugins.planner.request import resolve_and_validate
+from torchtrain.plugins.planner.simulation import representative_ranks, simulate
 
 # Expected operations on the host: batches are made and labels counted there, and the guard's result is copied there.
 HOST_WORK = {
@@ -145,7 +145,7 @@ def run(
     Args:
         shape: model config fields that override those of the flavor.
         device: device of the fake tensors.
-        gpu: name of the simulated GPU in ``planning/hardware.py``.
+        gpu: name of the simulated GPU in ``plugins/planner/hardware.py``.
         compare: also simulate the last rank of the first stage, which differs from rank 0 in its coordinate on every
             axis, and compare all collectives of the two.
         fault: a context in which the simulation runs.

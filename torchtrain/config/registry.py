@@ -1,18 +1,24 @@
-"""Registries: the implementations that an option selects by name, and a user's modules that add to them.
+"""Registries: the implementations that an option selects by name, and the plugins and modules that add to them.
 
-A registry maps each value of an option such as ``optimizer.name`` to an object: a class or a factory. Built-in entries
-are strings, "module:attribute", which are imported on first use, so that parsing a config needs no PyTorch. A module
+A registry maps each value of an option such as ``optimizer.name`` to an object: a class or a factory. An entry may be a
+string, "module:attribute", which is imported on first use, so that parsing a config needs no PyTorch. Entries of the
+core are given here. Plugins add theirs when they are imported, before a registry is used for the first time. A module
 that is named in ``job.import`` is imported before the config is read, and calls ``register``.
 """
 
 import difflib
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtrain.errors import ConfigError
 
 Entry = TypeVar("Entry")
+PLUGINS = Path(__file__).parent.parent / "plugins"
 
 
 class Registry:
@@ -20,12 +26,16 @@ class Registry:
 
     Args:
         option: the full name of the option that selects an entry, for messages.
-        builtin: "module:attribute" of each built-in entry, by name.
+        core: "module:attribute" of each entry of the core, by name.
+        of_plugins: the plugins of this repository that register other names, for messages.
     """
 
-    def __init__(self, option: str, builtin: Mapping[str, str]) -> None:
+    def __init__(
+        self, option: str, core: Mapping[str, str] | None = None, of_plugins: Mapping[str, str] | None = None
+    ) -> None:
         self.option = option
-        self._entries: dict[str, Any] = dict(builtin)
+        self.of_plugins = of_plugins or {}
+        self._entries: dict[str, Any] = dict(core or {})
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
         """Class or function decorator that registers an entry.
@@ -36,22 +46,28 @@ class Registry:
 
         def add(entry: Entry) -> Entry:
             # A module that is imported again, as by a reload in a notebook, may register its own entry again.
-            earlier = _origin(self._entries.get(name, entry))
-            if earlier != _origin(entry):
-                raise ConfigError(f"{self.option} = {name!r} is registered twice, by {earlier} and {_origin(entry)}")
-            self._entries[name] = entry
+            self.add(name, entry)
             return entry
 
         return add
 
+    def add(self, name: str, entry: Any) -> None:
+        """Register an entry: an object, or "module:attribute". Raises ConfigError as ``register`` does."""
+        earlier = _origin(self._entries.get(name, entry))
+        if earlier != _origin(entry):
+            raise ConfigError(f"{self.option} = {name!r} is registered twice, by {earlier} and {_origin(entry)}")
+        self._entries[name] = entry
+
     def __iter__(self) -> Iterator[str]:
+        load_plugins()
         return iter(self._entries)
 
     def __contains__(self, name: object) -> bool:
+        load_plugins()
         return name in self._entries
 
     def __getitem__(self, name: str) -> Any:
-        """The entry ``name``; imports a built-in one. Raises ConfigError if there is none."""
+        """The entry ``name``, which is imported if it is a string. Raises ConfigError if there is none."""
         self.check(name, self.option)
         entry = self._entries[name]
         if isinstance(entry, str):
@@ -61,12 +77,17 @@ class Registry:
 
     def check(self, name: str, option: str) -> None:
         """Raise ConfigError unless there is an entry ``name``, the value of ``option``."""
+        load_plugins()
         if name not in self._entries:
+            if name in self.of_plugins:
+                plugin = self.of_plugins[name]
+                raise ConfigError(f"{option} = {name!r} needs the plugin {plugin}, which is not installed")
             choices = ", ".join(repr(choice) for choice in self._entries)
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"{option} = {name!r} must be one of {choices}, or one that a module in job.import registers{hint}"
+                f"{option} = {name!r} must be one of {choices}, or one that a plugin or a module in job.import "
+                f"registers{hint}"
             )
 
 
@@ -84,7 +105,8 @@ MODELS = Registry(
 """Instances of ``torchtrain.models.spec.ModelSpec``."""
 OPTIMIZERS = Registry(
     "optimizer.name",
-    {"adamw": "torchtrain.optimizers.adamw:ShardedAdamW", "muon": "torchtrain.optimizers.muon:Muon"},
+    {"adamw": "torchtrain.optimizers.adamw:ShardedAdamW"},
+    {"muon": "torchtrain.plugins.muon"},
 )
 """Subclasses of ``optimizers.base.ShardedOptimizer``."""
 
@@ -144,13 +166,60 @@ METRICS_WRITERS = Registry(
 """Subclasses of ``metrics.writers.MetricsWriter``."""
 
 
+OBJECT_STORE_SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 CHECKPOINT_STORAGES = Registry(
     "the scheme of checkpoint.folder",
-    {
-        "file": "torchtrain.checkpoint.local_storage:LocalStorage",
-        **dict.fromkeys(
-            ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"), "torchtrain.checkpoint.object_storage:ObjectStorage"
-        ),
-    },
+    {"file": "torchtrain.checkpoint.local_storage:LocalStorage"},
+    dict.fromkeys(OBJECT_STORE_SCHEMES, "torchtrain.plugins.object_storage"),
 )
 """Subclasses of ``checkpoint.storage.CheckpointStorage``, by the scheme of their URLs."""
+
+
+STEP_HOOKS = Registry("the name of a step hook")
+"""Functions that get the ``Trainer`` when all else is built, and return a ``metrics.step_hook.StepHook``, or None if
+the config does not ask for it."""
+
+
+VALIDATION_PARTS = Registry("the name of a validation part")
+"""Classes with the static methods of ``metrics.validation.ValidationPartFactory``."""
+
+
+PLUGIN_OPTIONS = {
+    "metrics.norms_freq": "torchtrain.plugins.diagnostics",
+    "metrics.enable_loss_by_source": "torchtrain.plugins.diagnostics",
+    "debug.fingerprint_steps": "torchtrain.plugins.comparison",
+    "validation.prompts": "torchtrain.plugins.evaluation",
+    "validation.tasks": "torchtrain.plugins.evaluation",
+}
+"""Options that have no effect without a plugin of this repository."""
+
+
+@cache
+def load_plugins() -> None:
+    """Import the plugins, which register their entries: the folders of ``torchtrain/plugins``, and installed packages.
+
+    A package declares a plugin by an entry point of the group ``torchtrain.plugins``, whose value is a module.
+
+    Raises:
+        ConfigError: an installed plugin cannot be imported.
+    """
+    for module in pkgutil.iter_modules([str(PLUGINS)]):
+        import_module(f"torchtrain.plugins.{module.name}")
+    for point in sorted(entry_points(group="torchtrain.plugins"), key=lambda point: point.name):
+        try:
+            point.load()
+        except (ImportError, AttributeError) as error:
+            package = point.dist.name if point.dist else "?"
+            raise ConfigError(
+                f"the plugin {point.name!r} of the package {package!r} cannot be imported: {error}; install what it "
+                f"needs, or uninstall it (pip uninstall {package})"
+            ) from error
+
+
+def check_plugin_options(config: Any) -> None:
+    """Raise ConfigError if the ``JobConfig`` sets an option that has no effect because its plugin is not installed."""
+    for option, plugin in PLUGIN_OPTIONS.items():
+        section, name = option.split(".")
+        value = getattr(getattr(config, section), name)
+        if value and not (PLUGINS / plugin.rpartition(".")[2]).is_dir():
+            raise ConfigError(f"{option} = {value!r} needs the plugin {plugin}, which is not installed")

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from torchtrain.config.schema import JobConfig, OptimizerConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.adamw import padded_adamw
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
 from torchtrain.cpu.gradient_reducer import build_cpu_gradient_reducer
@@ -17,7 +17,6 @@ from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.spec import Decoder, DecoderConfig
 from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.container import OptimizerContainer
-from torchtrain.optimizers.muon import Muon
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.fsdp import fsdp_modules
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
@@ -65,12 +64,11 @@ def prefetch_blocks(model: Decoder) -> None:
         block.set_modules_to_forward_prefetch([following])
 
 
-def use_cpu_kernels(container: OptimizerContainer, config: OptimizerConfig) -> None:
+def use_cpu_kernels(container: OptimizerContainer) -> None:
     """Let the optimizers use kernels for CPUs; call it before the first step."""
     for optimizer in container.optimizers:
         if isinstance(optimizer, ShardedAdamW) and optimizer.fused:
             optimizer.adamw = padded_adamw
-        if isinstance(optimizer, Muon):
-            if config.muon_dtype == "auto":
-                optimizer.set_dtype(torch.float32, optimizer.empty.device)
-            apply_float32_matmul(optimizer.empty.dtype)
+        dtype = optimizer.prepare_for_cpu()
+        if dtype is not None:
+            apply_float32_matmul(dtype)

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.config.schema import ValidationConfig
+from torchtrain.config.registry import VALIDATION_PARTS
+from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.datasets.dataloader import Batch, DataLoader
+from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
@@ -44,6 +46,45 @@ class ValidationPart(Protocol):
             Numbers by name; under a name that ends in ``_samples``, a list of tables with ``prompt`` and ``text``. Only
             those of rank 0 are written.
         """
+
+
+class ValidationPartFactory(Protocol):
+    """Builds a part of validation if the config asks for it; registered in ``config.registry.VALIDATION_PARTS``."""
+
+    @staticmethod
+    def check(config: JobConfig, tokenizer: Tokenizer) -> None:
+        """Raise ConfigError if the config asks for what cannot be computed. Called on each rank, before all work."""
+
+    @staticmethod
+    def check_data(config: JobConfig) -> None:
+        """Raise ConfigError if data of the part cannot be loaded. Called on rank 0, for a stage that is to come."""
+
+    @staticmethod
+    def build(
+        config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup
+    ) -> ValidationPart | None:
+        """The part, or None. Collective over ``group``, a gloo group of all ranks."""
+
+
+def check_validation_parts(config: JobConfig, tokenizer: Tokenizer) -> None:
+    """Raise ConfigError if a part of validation cannot be computed."""
+    for name in VALIDATION_PARTS:
+        VALIDATION_PARTS[name].check(config, tokenizer)
+
+
+def check_data_of_validation_parts(config: JobConfig) -> None:
+    """Raise ConfigError if data of a part of validation cannot be loaded."""
+    for name in VALIDATION_PARTS if config.validation.enable else ():
+        VALIDATION_PARTS[name].check_data(config)
+
+
+def build_validation_parts(
+    config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup
+) -> list[ValidationPart]:
+    """The parts that the config asks for. Collective over ``group``."""
+    factories: list[ValidationPartFactory] = [VALIDATION_PARTS[name] for name in VALIDATION_PARTS]
+    built = (factory.build(config, tokenizer, model, group) for factory in factories)
+    return [part for part in built if part is not None]
 
 
 @dataclass(eq=False)

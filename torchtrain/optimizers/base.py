@@ -53,6 +53,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collective over all ranks, also those without a parameter for this optimizer.
         """
 
+    def prepare_for_cpu(self) -> torch.dtype | None:
+        """Choose what is fast on a CPU; called before the first step. Returns the dtype of matrix products, if any."""
+        return None
+
     def init_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """New optimizer state of ``parameter``: scalars, and tensors sharded like it (``torch.zeros_like``)."""
         raise NotImplementedError

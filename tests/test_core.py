@@ -1,0 +1,247 @@
+"""The core trains without the plugins, the same bits; and a package from outside adds to it as a plugin does."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draw_architecture import FILES, ROOT, imports_of
+from forked_run import CONFIG, saved_tensors
+from forkserver import free_port
+
+PACKAGE = ROOT / "torchtrain"
+PLUGINS = PACKAGE / "plugins"
+SMALL = [
+    *("--model.shape.dim=32", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
+    *("--model.shape.ffn_dim=64", "--training.steps=4"),
+]
+RESUMED = [["--training.steps=2", "--lr_scheduler.total_steps=4"], ["--lr_scheduler.total_steps=4"]]
+# The layouts by number of ranks: the options of the commands that train one folder, one after the other.
+LAYOUTS = {
+    1: {"one": [[]], "resumed": RESUMED},
+    2: {
+        "shards": [[]],
+        "tensor": [["--parallelism.tensor_parallel_degree=2"]],
+        "pipeline": [["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]],
+    },
+}
+# An editable installation would find the plugins of the repository for a copy of the package that has none.
+NO_EDITABLE = """
+import sys
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+"""
+# Trains several times in one process, each time at another port: arguments are JSON.
+TRAIN = f"""{NO_EDITABLE}
+import json, os
+import torch
+torch.set_num_threads(1)
+from torchtrain.train import main
+for port, options in json.loads(sys.argv[1]):
+    os.environ["MASTER_PORT"] = str(port)
+    code = main(options)
+    if code:
+        sys.exit(code)
+"""
+
+
+def train(source: Path, work: Path, ranks: int) -> None:
+    """Train all ``LAYOUTS`` of ``ranks`` with the package in the folder ``source``; outputs are in ``work``."""
+    config = work / "config.toml"
+    work.mkdir(exist_ok=True)
+    config.write_text(CONFIG, encoding="utf-8")
+    commands = []
+    for name, runs in LAYOUTS[ranks].items():
+        for options in runs:
+            paths = [f"--job.config_file={config}", f"--job.dump_folder={work / name}"]
+            commands.append((free_port(), [*paths, *SMALL, *options]))
+    processes = []
+    for rank in range(ranks):
+        environment = {**os.environ, "PYTHONPATH": str(source), "MASTER_ADDR": "localhost"}
+        if ranks > 1:
+            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        log = (work / f"{ranks}-{rank}.log").open("w")
+        command = [sys.executable, "-c", TRAIN, json.dumps(commands)]
+        processes.append(subprocess.Popen(command, cwd=work, env=environment, stdout=log, stderr=log))
+        log.close()
+    codes = [process.wait() for process in processes]
+    assert codes == [0] * ranks, (work / f"{ranks}-0.log").read_text()
+
+
+def logged(folder: Path) -> list[tuple[Any, ...]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines if "loss" in line]
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS)
+def test_core_without_plugins_trains_the_same_bits(ranks: int, tmp_path: Path) -> None:
+    copy = tmp_path / "core"
+    shutil.copytree(PACKAGE, copy / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    train(copy, tmp_path / "without", ranks)
+    train(ROOT, tmp_path / "with", ranks)
+    for name in LAYOUTS[ranks]:
+        ours, theirs = tmp_path / "without" / name, tmp_path / "with" / name
+        assert len(logged(ours)) == 4
+        assert logged(ours) == logged(theirs)
+        tensors, expected = saved_tensors(ours, 4), saved_tensors(theirs, 4)
+        assert tensors.keys() == expected.keys()
+        assert all(bool((tensors[key] == expected[key]).all()) for key in tensors)
+
+
+def test_a_missing_plugin_is_named(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    options = [["--optimizer.name=muon"], ["--checkpoint.folder=s3://bucket/run"], ["--metrics.norms_freq=2"]]
+    code = f"""{NO_EDITABLE}
+import torchtrain.estimate
+from torchtrain.train import main
+for options in {options}:
+    assert main(["--training.steps=1", *options]) == 2
+assert torchtrain.estimate.main([]) == 2
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    optimizer, storage, option, command = [line for line in result.stderr.splitlines() if "error: " in line]
+    assert "optimizer.name = 'muon' needs the plugin torchtrain.plugins.muon, which is not installed" in optimizer
+    assert "needs the plugin torchtrain.plugins.object_storage, which is not installed" in storage
+    assert "metrics.norms_freq = 2 needs the plugin torchtrain.plugins.diagnostics, which is not installed" in option
+    assert "this command is of the plugin torchtrain.plugins.planner, which is not installed" in command
+
+
+def plugin_of(module: str) -> str | None:
+    parts = module.split(".")
+    return ".".join(parts[:3]) if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2 else None
+
+
+def test_core_imports_no_plugin_and_plugins_declare_what_they_import() -> None:
+    for path in FILES:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        own = plugin_of(module)
+        others = {plugin for imported in imports_of(path) if (plugin := plugin_of(imported))} - {own}
+        if own is None:
+            assert not others, f"{module} is of the core, and imports {others}"
+            continue
+        declared = getattr(importlib.import_module(own), "REQUIRES", ())
+        assert others <= set(declared), f"{module} imports {others}: add it to REQUIRES of {own}"
+
+
+MODULE = """
+from pathlib import Path
+import torch
+from torchtrain.checkpoint.local_storage import LocalStorage
+from torchtrain.config import registry
+from torchtrain.datasets.builtin_sources import Files
+from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.writers import MetricsWriter
+from torchtrain.optimizers.base import ShardedOptimizer
+
+@registry.OPTIMIZERS.register("sign")
+class Sign(ShardedOptimizer):
+    def init_state(self, parameter):
+        return {"count": torch.zeros((), device=parameter.device)}
+    def update(self, weight, gradient, state, group):
+        return weight - group["lr"] * gradient.sign(), {"count": state["count"] + 1}
+
+@registry.LR_SCHEDULES.register("halves")
+def halves(step, phases):
+    return 0.5 ** step
+
+@registry.DATA_SOURCES.register("same_files")
+class SameFiles(Files):
+    pass
+
+@registry.CHECKPOINT_STORAGES.register("mine")
+class Mine(LocalStorage):
+    def __init__(self, location):
+        super().__init__(location.removeprefix("mine://"))
+
+@registry.METRICS_WRITERS.register("lines")
+class Lines(MetricsWriter):
+    label = "lines"
+    def __init__(self, context):
+        self.file = Path(context.folder, "lines.txt").open("a")
+    def write(self, line):
+        self.file.write(f"{line.get('step')} {line.get('loss')}\\n")
+        self.file.flush()
+    def close(self):
+        self.file.close()
+
+class Counter(StepHook):
+    def __init__(self, file):
+        self.file = file
+    def after_step(self, step, batch, loss, grad_norm):
+        self.file.write_text(str(step))
+
+@registry.STEP_HOOKS.register("counter")
+def counter(trainer):
+    return Counter(Path(trainer.config.job.dump_folder, "steps.txt"))
+
+@registry.VALIDATION_PARTS.register("answer")
+class Answer:
+    @staticmethod
+    def check(config, tokenizer):
+        pass
+    @staticmethod
+    def check_data(config):
+        pass
+    @staticmethod
+    def build(config, tokenizer, model, group):
+        return lambda step, prefix, watched: {f"{prefix}_answer": 42.0}
+"""
+
+
+def make_wheel(folder: Path) -> Path:
+    """A wheel of the package torchtrain-example, which declares a plugin by its entry point."""
+    wheel, info = folder / "torchtrain_example-1.0-py3-none-any.whl", "torchtrain_example-1.0.dist-info"
+    files = {
+        "torchtrain_example.py": MODULE,
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: torchtrain-example\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": "[torchtrain.plugins]\nexample = torchtrain_example\n",
+    }
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr(f"{info}/RECORD", "".join(f"{name},,\n" for name in [*files, f"{info}/RECORD"]))
+    return wheel
+
+
+def test_installed_package_adds_components(tmp_path: Path) -> None:
+    site, text = tmp_path / "site", tmp_path / "text.txt"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
+    subprocess.run([*pip, str(make_wheel(tmp_path))], check=True)
+    text.write_text("Some text to validate with. " * 40, encoding="utf-8")
+    config = tmp_path / "config.toml"
+    config.write_text(CONFIG.replace('decay_type = "constant"', 'decay_type = "halves"'), encoding="utf-8")
+    options = [f"--job.config_file={config}", f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
+    options += ["--optimizer.name=sign", f"--checkpoint.folder=mine://{tmp_path / 'saved'}", "--metrics.writers=lines"]
+    options += [f"--data.path={text}", "--data.type=same_files"]
+    options += ["--validation.enable", f"--validation.path={text}", "--validation.interval=4"]
+    command = [sys.executable, "-m", "torchtrain.train", *options]
+    environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines if "lr" in line][2:] == [0.01 * 0.5**3, 0.01 * 0.5**4]
+    assert [line["validation_answer"] for line in lines if "validation_answer" in line] == [42.0]
+    assert (tmp_path / "run" / "steps.txt").read_text() == "4"
+    assert "4 " in (tmp_path / "run" / "lines.txt").read_text()
+    assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-2", "step-4"]
+
+
+def test_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    info = tmp_path / "torchtrain_broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtrain-broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torchtrain.plugins]\nbroken = no_such_module_of_mine\n")
+    code = "from torchtrain.train import main; import sys; sys.exit(main(['--training.steps=1']))"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert result.returncode == 2, result.stderr
+    assert "the plugin 'broken' of the package 'torchtrain-broken' cannot be imported: " in result.stderr
+    assert "No module named 'no_such_module_of_mine'; install what it needs, or uninstall it" in result.stderr

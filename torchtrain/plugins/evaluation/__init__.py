@@ -1,0 +1,6 @@
+"""Plugin: evaluate and generate, from checkpoints (docs/using.md) and during training (docs/watching.md)."""
+
+from torchtrain.config.registry import VALIDATION_PARTS
+
+VALIDATION_PARTS.add("samples", "torchtrain.plugins.evaluation.validation_parts:SamplesFactory")
+VALIDATION_PARTS.add("tasks", "torchtrain.plugins.evaluation.validation_parts:TasksFactory")

@@ -1,0 +1,117 @@
+"""Estimate the memory and speed of a training run without a GPU: ``python -m torchtrain.estimate``.
+
+The command accepts every option of the trainer; its own options are in the section "estimate". It needs no GPU,
+compiler, data or tokenizer file. Without a tokenizer file, the vocabulary size is that of the model flavor.
+"""
+
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtrain.cli import command
+from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.stages import has_stages
+from torchtrain.errors import ConfigError
+from torchtrain.files import require_file, require_picture, writing
+
+if TYPE_CHECKING:  # imports PyTorch
+    from torchtrain.models.spec import DecoderConfig
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Print the estimate, and return the exit code of the process."""
+    return run(parse(argv, "torchtrain.estimate", __doc__))
+
+
+def run(config: JobConfig) -> int:
+    """Estimate the run of ``config``, or search for its fastest layout; return the exit code."""
+    from torchtrain.checkpoint.hf.config import resolve_model_section
+    from torchtrain.plugins.planner.report import draw_memory, format_estimate, format_failures
+    from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
+    from torchtrain.plugins.planner.summary import estimate
+
+    if config.model.hf_folder:
+        config = replace(config, model=resolve_model_section(config.model))
+    options = config.estimate
+    if has_stages(config):
+        return run_stages(config)
+    if options.search:
+        return run_search(config)
+    if options.picture:
+        require_picture(options.picture, "estimate.picture")
+    result = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    sys.stdout.write((json.dumps(result.as_dict(), indent=1) if options.json else format_estimate(result)) + "\n")
+    if (options.mtbf_hours or options.node_mtbf_hours) and not options.json:
+        text = format_failures(result.days, result.step_seconds, result.world_size, options)
+        sys.stdout.write(text + "\n")
+    if options.picture:
+        with writing(options.picture, "estimate.picture"):
+            draw_memory(result, options.picture)
+    return 0
+
+
+def run_stages(config: JobConfig) -> int:
+    """Print an estimate of each stage and of the whole run, and return 0.
+
+    Raises:
+        ConfigError: stages are invalid, or an option describes only a run without stages.
+    """
+    from torchtrain.parallelisms.resolve import resolve_layout
+    from torchtrain.plugins.planner.report import format_failures, format_stages, total_days
+    from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config, resolve_world_size
+    from torchtrain.plugins.planner.summary import estimate
+    from torchtrain.stages import resolve_stages
+
+    options = config.estimate
+    if options.search or options.picture:
+        raise ConfigError(
+            "estimate.search and estimate.picture describe one layout, so they do not go with stages; estimate "
+            "a stage by a config without [[stages]] that has its options"
+        )
+
+    def resolve_one(own: JobConfig) -> "tuple[JobConfig, DecoderConfig]":
+        model_config = resolve_model_config(own)
+        return resolve_layout(own, model_config, resolve_world_size(own))[0], model_config
+
+    results, before = [], 0
+    for own in resolve_stages(config, resolve_one):
+        length = replace(own, training=replace(own.training, steps=own.training.steps - before))
+        results.append((own, estimate(length, resolve_model_config(own), resolve_gpu(own))))
+        before = own.training.steps
+    if options.json:
+        entries = [{"stage": own.job.stage, **result.as_dict()} for own, result in results]
+        sys.stdout.write(json.dumps({"stages": entries, "days": total_days(results)}, indent=1) + "\n")
+        return 0
+    sys.stdout.write(format_stages(results) + "\n")
+    if options.mtbf_hours or options.node_mtbf_hours:
+        _, main = max(results, key=lambda result: result[1].days)
+        sys.stdout.write(format_failures(total_days(results), main.step_seconds, main.world_size, options) + "\n")
+    return 0
+
+
+def run_search(config: JobConfig) -> int:
+    """Print the ten fastest layouts that fit, write the fastest to a TOML file, and return 0; after Ctrl-C, 130.
+
+    Raises:
+        ConfigError: an option does not go with a search, or no layout fits.
+    """
+    from torchtrain.plugins.planner import search
+
+    if config.estimate.json or config.estimate.picture:
+        raise ConfigError(
+            "estimate.json and estimate.picture describe one layout, so they cannot be combined with estimate.search; "
+            "run the search first, then estimate the layout that it writes"
+        )
+    path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
+    found = search.search(config, lambda: require_file(path, "estimate.output"))
+    sys.stdout.write(found.table + "\n")
+    with writing(path, "estimate.output"):
+        Path(path).write_text(to_toml(found.best), encoding="utf-8")
+    sys.stdout.write(f"wrote the first layout as a config for the trainer: {path}\n")
+    return 0 if found.is_complete else 128 + signal.SIGINT

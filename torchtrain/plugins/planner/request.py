@@ -1,0 +1,68 @@
+"""Resolve and validate a request to the planner: GPU, model, number of ranks and layout."""
+
+from dataclasses import replace
+from math import prod
+
+import torch
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.build import document_start
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.errors import ConfigError
+from torchtrain.models.model_config import build_model_config
+from torchtrain.models.spec import DecoderConfig
+from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.parallelisms.validate import check_layout
+from torchtrain.plugins.planner.hardware import GPUS, Gpu
+
+
+def resolve_gpu(config: JobConfig) -> Gpu:
+    """Return the GPU named by ``estimate.gpu``, with the memory and network bandwidth that the config overrides."""
+    gpu, options = GPUS[config.estimate.gpu], config.estimate
+    return replace(
+        gpu,
+        memory_gib=options.memory_gib or gpu.memory_gib,
+        network_bandwidth=options.network_gigabits * 1e9 / 8 or gpu.network_bandwidth,
+    )
+
+
+def resolve_model_config(config: JobConfig) -> DecoderConfig:
+    """Return the model's config, with the vocabulary size of the tokenizer if its file exists.
+
+    Raises:
+        ConfigError: the tokenizer does not fit the config.
+    """
+    path, tokenizer = config.model.tokenizer_path, None
+    if tokenizer_file(path).is_file():
+        tokenizer = load_tokenizer(path)
+        document_start(config, tokenizer)
+    return build_model_config(config.model, tokenizer, config.training.seq_len)
+
+
+def resolve_world_size(config: JobConfig) -> int:
+    """Return ``estimate.world_size``, or by default the product of the parallel degrees.
+
+    Raises:
+        ConfigError: neither is set.
+    """
+    if config.estimate.world_size:
+        return config.estimate.world_size
+    parallelism = config.parallelism
+    if parallelism.data_parallel_shard_degree == -1:
+        raise ConfigError(
+            "estimate.world_size is not set, and parallelism.data_parallel_shard_degree = -1 is derived from it; set "
+            "the number of ranks, for example --estimate.world_size 8"
+        )
+    return prod(value for name, value in vars(parallelism).items() if name.endswith("_degree"))
+
+
+def resolve_and_validate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> tuple[JobConfig, ParallelDims]:
+    """Return ``config`` with its layout resolved, and its parallel dimensions.
+
+    Raises:
+        ConfigError: the trainer would reject the layout on this GPU.
+    """
+    config, dims = resolve_layout(config, model_config, resolve_world_size(config))
+    check_layout(config, torch.device("cuda"), dims, model_config, gpu.capability)
+    return config, dims

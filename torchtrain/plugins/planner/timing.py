@@ -1,0 +1,164 @@
+"""Duration of a training step: a roofline model of each operation, replayed on the streams of communicating ranks."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.plugins.planner.attention import Kernel, attention_fraction, kernel_of
+from torchtrain.plugins.planner.hardware import Efficiency, Gpu
+from torchtrain.plugins.planner.operations import Operation
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+WAITING_COPY = "copy_to_host_and_wait"
+TWICE = ("allreduce", "all_reduce")  # a reduce-scatter and an all-gather
+
+
+@dataclass
+class StepTime:
+    """Seconds of one rank's step."""
+
+    seconds: float = 0.0
+    by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Computation by phase."""
+    waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """Exposed communication: by mesh axis, the time in which the device waits for collectives and messages."""
+
+
+Arrivals = dict[tuple[int, int], list[float]]
+"""Arrival times of all messages by sender and receiver, in seconds since the beginning of the step."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Seconds of each operation on ``gpu``, in machines with ``estimate.gpus_per_node`` GPUs."""
+
+    gpu: Gpu
+    efficiency: Efficiency
+    config: JobConfig
+
+    def compute(self, operation: Operation) -> float:
+        """Roofline model: the maximum of the times to compute, to move the bytes, and to run any kernel."""
+        gpu, efficiency = self.gpu, self.efficiency
+        if operation.dtype in FLOAT8:
+            peak, fraction = gpu.flops_float8, efficiency.float8
+        elif operation.dtype in (torch.bfloat16, torch.float16):
+            peak, fraction = gpu.flops_bfloat16, efficiency.matmul
+        else:
+            peak, fraction = gpu.flops_float32, efficiency.matmul
+        if operation.head_dim:
+            fraction = self._attention_fraction(operation)
+        if gpu.power_limited:
+            fraction *= efficiency.power_limited
+        on_host = self.config.training.enable_cpu_offload and operation.phase == "update"
+        moving = operation.bytes / (
+            (gpu.host_memory_bandwidth if on_host else gpu.memory_bandwidth) * efficiency.memory
+        )
+        return max(operation.flops * operation.share / (peak * fraction), moving, efficiency.kernel_seconds)
+
+    def _attention_fraction(self, operation: Operation) -> float:
+        capability = self.gpu.capability
+        direction = "backward" if "backward" in operation.name else "forward"
+        name = kernel_of(operation.name, self.config.training, capability)
+        return attention_fraction(Kernel(name, capability[0], direction, operation.head_dim), operation.keys)
+
+    def communicate(self, operation: Operation) -> float:
+        """Time of a ring collective, as in NCCL's bus bandwidth; the network cards of a machine share its traffic.
+
+        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+        """
+        gpu, efficiency, ranks = self.gpu, self.efficiency, operation.ranks
+        if operation.axis == "host":
+            return operation.bytes / (gpu.host_bandwidth * efficiency.link)
+        if len(ranks) < 2:
+            return 0.0
+        nodes = Counter(rank // self.config.estimate.gpus_per_node for rank in ranks)
+        rate = gpu.link_bandwidth * efficiency.link
+        if len(nodes) > 1:
+            rate = min(rate, min(nodes.values()) * gpu.network_bandwidth * efficiency.network)
+        share = 1.0 if operation.peer is not None else (len(ranks) - 1) / len(ranks)
+        times = 2 if operation.name in TWICE else 1
+        return efficiency.collective_seconds + times * share * operation.bytes / rate
+
+
+def replay(traces: Mapping[int, Sequence[Operation]], cost_model: CostModel) -> dict[int, StepTime]:
+    """Replay a step on ranks that send messages to each other.
+
+    Args:
+        traces: the operations of each global rank; all peers of sends and receives are among the keys.
+
+    Returns:
+        The times by rank. All ranks take as long as the slowest.
+    """
+    arrivals: Arrivals = defaultdict(list)
+    times = {rank: StepTime() for rank in traces}
+    unfinished = {rank: replay_rank(rank, trace, cost_model, arrivals, times[rank]) for rank, trace in traces.items()}
+    while unfinished:  # every rank advances until it waits for a message that has not been sent
+        sent = sum(map(len, arrivals.values()))
+        ended = [rank for rank, progress in unfinished.items() if next(progress, None) is None]
+        for rank in ended:
+            del unfinished[rank]
+        if not ended and sum(map(len, arrivals.values())) == sent:
+            raise AssertionError(f"deadlock: ranks {sorted(unfinished)} wait for messages that no rank sends")
+    longest = max(time.seconds for time in times.values())
+    for time in times.values():
+        time.waiting["end of the step"] += longest - time.seconds
+        time.seconds = longest
+    return times
+
+
+def replay_rank(
+    rank: int, trace: Sequence[Operation], cost_model: CostModel, arrivals: Arrivals, time: StepTime
+) -> Iterator[bool]:
+    """Replay one rank: a generator that fills in ``time``, and yields when it needs a message that has not been sent.
+
+    The device has two streams, one for computation and one for FSDP's collectives. The host issues operations to both.
+    """
+    device = host = stream = copied_out = reduced = 0.0
+    gathered: dict[str, float] = {}
+    received: Counter[int] = Counter()
+
+    def wait(until: float, axis: str) -> float:
+        time.waiting[axis] += max(0.0, until - device)
+        return max(device, until)
+
+    for operation in trace:
+        host += cost_model.efficiency.launch_seconds
+        if operation.name == "wait":  # for parameters that FSDP gathers
+            device = wait(gathered.get(operation.module, 0.0), "shard")
+            continue
+        if operation.phase == "update" and stream > device:
+            device = wait(stream, "shard")
+        seconds = cost_model.communicate(operation) if operation.axis else cost_model.compute(operation)
+        if not operation.axis:
+            device = wait(host, "host") + seconds
+            time.by_phase[operation.phase] += seconds
+            if operation.name == "split_with_sizes_copy":
+                copied_out = device
+        elif operation.peer is not None and operation.name == "send":
+            arrivals[rank, operation.peer].append(max(device, host) + seconds)
+        elif operation.peer is not None:
+            sent = arrivals[operation.peer, rank]
+            while len(sent) <= received[operation.peer]:
+                yield True
+            device = wait(sent[received[operation.peer]], "pipeline")
+            received[operation.peer] += 1
+        elif operation.axis == "host":  # CPU offload copies on FSDP's stream, in order with its collectives
+            stream = max(stream, host) + seconds
+            if operation.name == WAITING_COPY:
+                host = max(host, stream)
+        elif operation.fsdp and "gather" in operation.name:
+            stream = max(stream, host, copied_out) + seconds
+            gathered[operation.module] = stream
+        elif operation.fsdp:
+            if operation.axis == "shard":
+                device = wait(reduced, "shard")  # FSDP has at most one reduction in flight
+            stream = max(stream, host, device) + seconds
+            reduced = stream
+        else:
+            if operation.fused_with_matmul:
+                seconds *= 1 - cost_model.efficiency.async_tensor
+            device = wait(max(device, host) + seconds, operation.axis)
+    time.seconds = wait(stream, "shard")
