@@ -68,7 +68,7 @@ def make(way: str, args: argparse.Namespace) -> tuple[OptimizerContainer, int]:
     initialize(model.model_parts, 0, device)
     with patch.dict(OPTIMIZERS._entries, muon=WAYS[way]):
         optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh)
-    use_cpu_kernels(optimizer, config.optimizer)
+    use_cpu_kernels(optimizer)
     torch.manual_seed(0)
     for part in model.model_parts:
         for parameter in part.parameters():

@@ -71,7 +71,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
     )
     initialize(model.model_parts, 0, device)
     optimizer = build_optimizer(model.model_parts, config.optimizer)
-    use_cpu_kernels(optimizer, config.optimizer)
+    use_cpu_kernels(optimizer)
     return TrainStep(
         model,
         Microbatches(model.mesh, device, config.training.local_batch_size, None),

@@ -13,8 +13,8 @@ from pathlib import Path
 import tomli
 
 from torchtrain.config.help import choices, read_docstrings, toml
-from torchtrain.config.parse import FROM_TORCHTITAN, to_dict
-from torchtrain.config.schema import JobConfig, SourceConfig, SourcesConfig, key_of
+from torchtrain.config.parse import FROM_TORCHTITAN
+from torchtrain.config.schema import SourceConfig, SourcesConfig, key_of, section_types, to_dict
 
 ROOT = Path(__file__).parent.parent
 HEAD = """\
@@ -99,7 +99,7 @@ def collect(section: type, nested: dict[str, type]) -> None:
 def render() -> str:
     """docs/configuration.md."""
     lines, nested = [HEAD], {}
-    hints, docstrings = typing.get_type_hints(JobConfig), read_docstrings()
+    hints, docstrings = section_types(), read_docstrings()
     for section in SECTIONS:
         lines += [f"## [{section}]\n", *table(hints[section], docstrings)]
         if section in NOTES:
@@ -129,7 +129,7 @@ alone: a resumed run has the learning rates of an uninterrupted one.
 """,
 }
 
-SECTIONS = {name: section for name, section in to_dict(JobConfig()).items() if name != "stages"}  # docs/stages.md
+SECTIONS = {name: to_dict(section()) for name, section in section_types().items()}
 
 TITLES = {  # headings of nested tables by the name of their class; a new class needs an entry here and in TABLES
     "ModelOverrides": "Shape",

@@ -148,6 +148,7 @@ def _restore_logger() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _restore_registries() -> Iterator[None]:
     """Unregister the components that a test has registered, which other tests would see in the choices of an option."""
+    registry.load_plugins()  # once in a process: their entries must be there before the first test
     registries = [entry for entry in vars(registry).values() if isinstance(entry, registry.Registry)]
     entries = [dict(entry._entries) for entry in registries]
     yield

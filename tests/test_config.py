@@ -13,8 +13,8 @@ import tomli
 import tyro
 
 from torchtrain.config.help import toml
-from torchtrain.config.parse import RENAMED_KEYS, from_file, parse, to_toml
-from torchtrain.config.schema import LOCAL, JobConfig, TrainingConfig, rules_of
+from torchtrain.config.parse import RENAMED_KEYS, command_line_type, from_file, parse, to_toml
+from torchtrain.config.schema import LOCAL, TrainingConfig, rules_of, section_types
 from torchtrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))
@@ -53,7 +53,7 @@ def tables(section: type[Any], name: str = "") -> Iterator[tuple[str, str]]:
             yield from tables(typing.cast(type[Any], inner), path)
 
 
-@pytest.mark.parametrize(("table", "key"), list(tables(JobConfig)))
+@pytest.mark.parametrize(("table", "key"), list(tables(command_line_type())))
 def test_misspelled_key_is_rejected_in_every_table(tmp_path: Path, table: str, key: str) -> None:
     name = table.strip("[]") + ("[0]" if table.startswith("[[") else "")
     for wrong in (f"{key}s", key.upper(), f"{key[0]}-{key[1:]}", "config-file"):
@@ -188,7 +188,7 @@ def test_every_other_path_option_rejects_urls() -> None:
             yield from options(value, f"{prefix}{field.name}.") if dataclasses.is_dataclass(value) else ()
             yield f"{prefix}{field.name}", field
 
-    for name, field in options(JobConfig(), ""):
+    for name, field in options(command_line_type()(), ""):
         # job.dump_folder has a message of its own.
         if name in (*TAKE_URLS, "job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path"):
             continue
@@ -276,17 +276,17 @@ def test_help_is_one_screen_of_sections(
     assert len(lines) <= 32
     assert max(map(len, lines)) <= columns
     listed = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
-    assert listed == [*(field.name for field in dataclasses.fields(JobConfig)[:-1]), "docs/configuration.md"]
+    assert listed == [*section_types(), "docs/configuration.md"]
 
 
 def test_every_option_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """--help SECTION shows each option once, with a text that is wrapped once, and tyro accepts all of them."""
     monkeypatch.setenv("COLUMNS", "80")
-    texts = {field.name: help_of(capsys, "--help", field.name) for field in dataclasses.fields(JobConfig)[:-1]}
+    texts = {name: help_of(capsys, "--help", name) for name in section_types()}
     assert max(len(line) for text in texts.values() for line in text.splitlines() if line.startswith("   ")) <= 80
     shown = re.findall(r"^  --(\S+) (\S+)", "\n".join(texts.values()), re.MULTILINE)
     with pytest.raises(SystemExit):
-        tyro.cli(JobConfig, args=["--help"], use_underscores=True)
+        tyro.cli(command_line_type(), args=["--help"], use_underscores=True)
     accepted = set(re.findall(r"--([a-z0-9_]+\.[a-z0-9_.]+)", capsys.readouterr().out))
     accepted -= {name for name in accepted if name.replace(".no_", ".") in accepted - {name}}  # negations
     assert sorted(name for name, _ in shown) == sorted(name.rstrip("_") for name in accepted)

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 from draw_architecture import FILES, ROOT, imports_of
 from forked_run import CONFIG, saved_tensors
 from forkserver import free_port
@@ -118,6 +120,15 @@ def plugin_of(module: str) -> str | None:
     return ".".join(parts[:3]) if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2 else None
 
 
+def test_readme_states_the_size_of_the_core() -> None:
+    core = [path for path in FILES if PLUGINS not in path.parents]
+    lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in core)
+    stated = re.search(r"core of about ([\d,]+) lines in\s+(\d+) files", (ROOT / "README.md").read_text("utf-8"))
+    assert stated is not None
+    assert abs(int(stated[1].replace(",", "")) - lines) < 0.01 * lines
+    assert int(stated[2]) == len(core)
+
+
 def test_core_imports_no_plugin_and_plugins_declare_what_they_import() -> None:
     for path in FILES:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -131,14 +142,23 @@ def test_core_imports_no_plugin_and_plugins_declare_what_they_import() -> None:
 
 
 MODULE = """
+from dataclasses import dataclass
 from pathlib import Path
 import torch
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config import registry
+from torchtrain.config.schema import Count, Section, section_of
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.metrics.writers import MetricsWriter
 from torchtrain.optimizers.base import ShardedOptimizer
+
+@registry.CONFIG_SECTIONS.register("example")
+@dataclass(frozen=True)
+class ExampleConfig(Section, name="example"):
+    '''Options of the example.'''
+    answer: Count = 1
+    '''The answer.'''
 
 @registry.OPTIMIZERS.register("sign")
 class Sign(ShardedOptimizer):
@@ -191,7 +211,8 @@ class Answer:
         pass
     @staticmethod
     def build(config, tokenizer, model, group):
-        return lambda step, prefix, watched: {f"{prefix}_answer": 42.0}
+        answer = float(section_of(config, ExampleConfig).answer)
+        return lambda step, prefix, watched: {f"{prefix}_answer": answer}
 """
 
 
@@ -217,8 +238,9 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     subprocess.run([*pip, str(make_wheel(tmp_path))], check=True)
     text.write_text("Some text to validate with. " * 40, encoding="utf-8")
     config = tmp_path / "config.toml"
-    config.write_text(CONFIG.replace('decay_type = "constant"', 'decay_type = "halves"'), encoding="utf-8")
-    options = [f"--job.config_file={config}", f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
+    text_of_config = CONFIG.replace('decay_type = "constant"', 'decay_type = "halves"')
+    config.write_text(f"{text_of_config}[example]\nanswer = 41\n", encoding="utf-8")
+    options = ["--example.answer=42", f"--job.config_file={config}", f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
     options += ["--optimizer.name=sign", f"--checkpoint.folder=mine://{tmp_path / 'saved'}", "--metrics.writers=lines"]
     options += [f"--data.path={text}", "--data.type=same_files"]
     options += ["--validation.enable", f"--validation.path={text}", "--validation.interval=4"]
@@ -232,6 +254,18 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "steps.txt").read_text() == "4"
     assert "4 " in (tmp_path / "run" / "lines.txt").read_text()
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-2", "step-4"]
+    assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["example"] == {"answer": 42}
+
+    def run(*changed: str) -> str:
+        again = subprocess.run([*command, *changed], cwd=tmp_path, env=environment, text=True, capture_output=True)
+        return again.stdout + again.stderr
+
+    assert "  --example.answer INTEGER  (default: 1; config file: 41)\n      The answer." in run("--help", "example")
+    assert "example.answer = -1 must be at least 1" in run("--example.answer=-1")
+    # Options of a plugin change the run, unless its section says otherwise.
+    assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
+    environment["PYTHONPATH"] = str(ROOT)
+    assert "example is not a known section" in run()
 
 
 def test_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:

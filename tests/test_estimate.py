@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchtrain import estimate as command
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, parse
-from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig
+from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, section_of
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
@@ -36,6 +36,7 @@ from torchtrain.plugins.planner.allocator import Allocation, peak_reserved
 from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
 from torchtrain.plugins.planner.operations import Operation, collective, moved_bytes, work_of
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
 from torchtrain.plugins.planner.representative_ranks import derive_step
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
@@ -74,7 +75,7 @@ def estimate_of(config: JobConfig) -> Estimate:
 
 def with_estimate(config: JobConfig, **options: Any) -> JobConfig:
     """``config`` with these ``options`` of its section [estimate]."""
-    return replace(config, estimate=replace(config.estimate, **options))
+    return replace(config, plugins={"estimate": replace(section_of(config, EstimateConfig), **options)})
 
 
 def flops(record: RankRecord, *phases: str) -> int:

@@ -6,8 +6,8 @@ import random
 import pytest
 from forked_command import checked_command
 
-from torchtrain.config.schema import EstimateConfig
 from torchtrain.plugins.planner.failures import LLAMA3_GPU_MTBF_HOURS, best_interval, expected_seconds
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.report import format_failures
 
 

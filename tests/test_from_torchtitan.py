@@ -7,8 +7,8 @@ import pytest
 import tomli
 import tomli_w
 
-from torchtrain.config.parse import FROM_TORCHTITAN, from_file, to_dict
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.parse import FROM_TORCHTITAN, from_file
+from torchtrain.config.schema import section_types, to_dict
 from torchtrain.errors import ConfigError
 
 # The keys of torchtitan's train_configs and job configs, by section.
@@ -84,7 +84,7 @@ KEYS_0_2 = {
     "validation.dataloader": "num_workers",
     "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
 }
-SECTIONS = {name: section for name, section in to_dict(JobConfig()).items() if name != "stages"}
+SECTIONS = {name: to_dict(section()) for name, section in section_types().items()}
 OPTIONS = {f"{section}.{key}": value for section, keys in SECTIONS.items() for key, value in keys.items()}
 UNSET = ["lr_scheduler.total_steps", "lr_scheduler.decay_ratio"]  # by default
 
@@ -169,7 +169,8 @@ def test_one_message_lists_all_keys_of_a_file(tmp_path: Path) -> None:
     for line, here in zip(lines, EDITS.values(), strict=True):
         if here == "adamw":
             assert line.endswith(
-                "must be one of 'adamw', 'muon', or one that a module in job.import registers; did you mean 'adamw'?"
+                "must be one of 'adamw', 'muon', or one that a plugin or a module in job.import registers; did you "
+                "mean 'adamw'?"
             )
         else:
             assert (f"it is named {here} in torchtrain" if here else "it has no counterpart in torchtrain") in line

@@ -30,8 +30,9 @@ INFRASTRUCTURE = {
 }
 # What only a CPU needs. A run on GPUs executes no function of this folder.
 CPU_FOLDER = "cpu/"
-# A plugin asks in its __init__ whether the config needs it. A default run executes nothing else of a plugin.
-PLUGIN = re.compile(r"plugins/\w+/__init__\.py")
+# A plugin asks in its __init__ whether the config needs it, and its options.py has the section of the config. A default
+# run executes nothing else of a plugin.
+PLUGIN = re.compile(r"plugins/\w+/(__init__|options)\.py")
 
 
 class Trace:

@@ -40,8 +40,8 @@ from torchtrain.checkpoint.resume_compatibility import (
     check_resume_compatibility,
     config_of_saved_stage,
 )
-from torchtrain.config.parse import from_text, parse, to_dict, to_toml
-from torchtrain.config.schema import JobConfig, flat, key_of, registries_of
+from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
+from torchtrain.config.schema import JobConfig, flat, key_of, registries_of, to_dict
 from torchtrain.config.stages import has_stages, nested, set_options, stage_configs, tokens_after
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
@@ -274,7 +274,7 @@ def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]
 def test_every_option_in_a_stage_has_an_effect_or_is_rejected() -> None:
     base = from_text(BASE + THREE, "test.toml")
     rejected, in_effect = set(), set()
-    for option, default, hint in options_of(JobConfig()):
+    for option, default, hint in options_of(command_line_type()()):
         for value in values_of(option, default, hint):
             table = {**base.stages[2], **nested({**set_options(base.stages[2]), option: value})}
             try:

@@ -17,8 +17,7 @@ import torch
 from torchtrain.checkpoint.resume import HeldLease
 from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.storage import checkpoint_storage
-from torchtrain.config.parse import to_dict
-from torchtrain.config.schema import JobConfig, SourceConfig, flat
+from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
 from torchtrain.config.stages import batch_schedule, nested, set_options, stage_configs
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
 from torchtrain.datasets.builtin_sources import is_streamed, open_source

@@ -16,8 +16,9 @@ import tomli
 import tomli_w
 import xxhash
 
-from torchtrain.config.parse import renamed_to, to_dict
-from torchtrain.config.schema import JobConfig, RopeScalingConfig, flat
+from torchtrain.config.parse import renamed_to
+from torchtrain.config.registry import CONFIG_SECTIONS
+from torchtrain.config.schema import RopeScalingConfig, default_options, flat
 from torchtrain.config.stages import nested, set_options
 from torchtrain.errors import CheckpointError
 from torchtrain.files import printable
@@ -33,7 +34,7 @@ class Kind(Enum):
 # By section, and by option where that is of another kind than its section. What is not here changes the run.
 KINDS = {
     Kind.HARMLESS: {
-        *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug", "estimate"),
+        *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug"),
         # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
         "data.label",
@@ -66,6 +67,9 @@ def kind_of(key: str) -> Kind:
     """Kind of an option such as ``optimizer.lr``."""
     if key.startswith("stages["):  # compared by ``config_of_saved_stage``
         return Kind.HARMLESS
+    section = key.split(".")[0]
+    if section in CONFIG_SECTIONS:
+        return Kind.CHANGES if CONFIG_SECTIONS[section].changes_run else Kind.HARMLESS
     found = (kind for name in (key, key.split(".")[0]) for kind, names in KINDS.items() if name in names)
     return next(found, Kind.CHANGES)
 
@@ -114,7 +118,7 @@ def _differences_of_stages(
 def options_in(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with defaults, also those that depend on other options."""
     saved = {renamed_to(key) or key: value for key, value in flat(tomli.loads(text)).items()}
-    options = {**flat(to_dict(JobConfig())), **saved}  # an older config lacks newer options
+    options = {**default_options(), **saved}  # an older config lacks newer options
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
         source.pop("label", None)  # as data.label

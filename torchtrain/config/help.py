@@ -5,15 +5,15 @@ import dataclasses
 import inspect
 import json
 import shutil
+import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from torchtrain.config import schema
-from torchtrain.config.registry import Registry
-from torchtrain.config.schema import JobConfig, key_of
+from torchtrain.config.registry import CONFIG_SECTIONS, Registry
+from torchtrain.config.schema import JobConfig, key_of, section_of, section_types
 from torchtrain.errors import ConfigError
 
 MAX_WIDTH = 100
@@ -39,23 +39,19 @@ def toml(value: Any) -> str:
 
 
 def read_docstrings() -> dict[str, dict[str, str]]:
-    """The docstrings of the classes and fields in schema.py, each as one line, by name of the class and of the field.
+    """The docstrings of the classes and fields of options, each as one line, by name of the class and of the field.
 
     The docstring of the class has the name "".
     """
     found = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if isinstance(node, ast.ClassDef):
-            found[node.name] = {"": ast.get_docstring(node) or ""}
-            for field, text in zip(node.body, node.body[1:], strict=False):
-                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                    found[node.name][field.target.id] = text.value.value  # type: ignore[union-attr, attr-defined]
+    for module in sorted({section.__module__ for section in section_types().values()}):
+        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = {"": ast.get_docstring(node) or ""}
+                for field, text in zip(node.body, node.body[1:], strict=False):
+                    if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                        found[node.name][field.target.id] = text.value.value  # type: ignore[union-attr, attr-defined]
     return {name: {key: " ".join(text.split()) for key, text in texts.items()} for name, texts in found.items()}
-
-
-def section_types() -> dict[str, type]:
-    """The dataclass of each section; [[stages]] is a list of tables of any options, and no section."""
-    return {name: hint for name, hint in typing.get_type_hints(JobConfig).items() if name != "stages"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +125,9 @@ def help_page(topic: str, prog: str, description: str, config: JobConfig) -> str
     if section in sections:
         if topic == section:
             found += [*textwrap.wrap(f"[{section}] {docstrings[sections[section].__name__]['']}", width), ""]
-        for entry in entries(section, sections[section], docstrings, getattr(config, section)):
+        kind = sections[section]
+        own_options = section_of(config, kind) if section in CONFIG_SECTIONS else getattr(config, section)
+        for entry in entries(section, kind, docstrings, own_options):
             if f"{entry.name}.".startswith(f"{topic}."):
                 found.append(f"  {entry.heading}")
                 found += textwrap.wrap(entry.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -22,8 +22,18 @@ from typing import Any, Literal, TypeVar
 import tomli
 import tomli_w
 
-from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import SAME_NUMBER, JobConfig, JobSection, flat, key_of, require_local
+from torchtrain.config.registry import CONFIG_SECTIONS, import_modules
+from torchtrain.config.schema import (
+    SAME_NUMBER,
+    JobConfig,
+    JobSection,
+    default_options,
+    key_of,
+    require_local,
+    section_of,
+    section_types,
+    to_dict,
+)
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file
 
@@ -88,29 +98,38 @@ def parse(
         if print_errors:
             sys.stdout.write(f"{text}\n")
         raise SystemExit(0)
-    stages = defaults.stages  # only in the file: tables of any options are no options of the command line
-    vars(defaults).update(stages=())
     unset_replaced(defaults, argv)
+    values = {
+        name: section_of(defaults, section) if name in CONFIG_SECTIONS else getattr(defaults, name)
+        for name, section in section_types().items()
+    }
+    command_line = command_line_type()
 
     import tyro  # imported here because it takes long, and only commands parse
 
     # Redirected, because tyro prints some errors even with its option console_outputs=False.
     out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
     with redirect_stdout(out), redirect_stderr(err):
-        config = tyro.cli(
-            JobConfig,
+        config: Any = tyro.cli(
+            command_line,
             prog=f"python -m {prog}",
             description=description,
             args=argv,
-            default=defaults,
+            default=command_line(**values),
             use_underscores=True,
         )
     # If tyro and config_file read different paths, the values of the file would be ignored silently.
     assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
     table = to_dict(config)
-    table["stages"] = list(stages)
+    table["stages"] = list(defaults.stages)
     table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
     return from_toml(JobConfig, table)  # checks values of the command line as those of a file
+
+
+def command_line_type() -> type[Any]:
+    """A dataclass whose fields are the sections. [[stages]] are only in files: they are tables of any options."""
+    sections = [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in section_types().items()]
+    return dataclasses.make_dataclass("JobConfig", sections, frozen=True)
 
 
 def with_batch_schedule(argv: Sequence[str]) -> list[str]:
@@ -150,7 +169,7 @@ def help_topic(argv: Sequence[str]) -> str | None:
 
 def replace_booleans(argv: Sequence[str]) -> list[str]:
     """Replace ``--compile.enable true`` or ``=true`` by the flag ``--compile.enable``, and false by its negation."""
-    flags = {name for name, value in flat(to_dict(JobConfig())).items() if isinstance(value, bool)}
+    flags = {name for name, value in default_options().items() if isinstance(value, bool)}
     words: list[str] = []
     rest = list(argv)
     while rest:
@@ -275,7 +294,7 @@ def _configs_in(folder: Path) -> list[str]:
     for file in sorted(folder.glob("*.toml")):
         with suppress(OSError, ValueError):
             table = tomli.loads(file.read_text(encoding="utf-8-sig"))
-            if table and table.keys() <= JobConfig.__dataclass_fields__.keys():
+            if table and table.keys() <= {*section_types(), "stages"}:
                 found.append(str(file))
     return found
 
@@ -294,25 +313,34 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     """
     hints = _type_hints(typing.cast(Any, section))
     names = {key_of(field.name): field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
-    values, problems = {}, []
+    values, plugins, problems = {}, {}, []
+    is_whole = section is JobConfig
     for key, value in table.items():
         name = printable(prefix + key)
         if option_of_value(name, value) != name:
             key = option_of_value(name, value).removeprefix(prefix)
-        if key in names:
-            try:
+        try:
+            if is_whole and (key in CONFIG_SECTIONS or key in CONFIG_SECTIONS.of_plugins):
+                plugins[key] = convert(CONFIG_SECTIONS[key], value, name, checked)
+                continue
+            if key in names and not (is_whole and key == "plugins"):
                 values[names[key]] = convert(hints[names[key]], value, name, checked)
-            except ConfigError as error:
-                problems.append(str(error))
-        elif new := renamed_to(name):
+                continue
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        if new := renamed_to(name):
             problems.append(f"{name} was renamed: set {new}")
         elif hints_for_torchtitan := torchtitan_keys(name, value):
             problems += hints_for_torchtitan
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
-            problems.append(f"{name} is not a known {kind}{did_you_mean(key, names, prefix)}")
+            choices = section_types() if is_whole else names
+            problems.append(f"{name} is not a known {kind}{did_you_mean(key, choices, prefix)}")
     if problems:
         raise ConfigError("\n  ".join(problems))
+    if is_whole:
+        values["plugins"] = {name: options for name, options in plugins.items() if options != type(options)()}
     if checked:
         return section(**values)
     unchecked = section()
@@ -399,14 +427,3 @@ def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
 def to_toml(config: JobConfig) -> str:
     """Serialize the config as TOML; ``from_text`` parses it to the same config."""
     return tomli_w.dumps(to_dict(config))
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """The config, or a section of it, as nested dicts of plain values, without the options that are None."""
-
-    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {
-            key_of(k): list(value) if isinstance(value, tuple) else value for k, value in items if value is not None
-        }
-
-    return dataclasses.asdict(config, dict_factory=plain)

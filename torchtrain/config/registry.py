@@ -175,6 +175,10 @@ CHECKPOINT_STORAGES = Registry(
 """Subclasses of ``checkpoint.storage.CheckpointStorage``, by the scheme of their URLs."""
 
 
+CONFIG_SECTIONS = Registry("the name of a section", of_plugins={"estimate": "torchtrain.plugins.planner"})
+"""Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
+
+
 STEP_HOOKS = Registry("the name of a step hook")
 """Functions that get the ``Trainer`` when all else is built, and return a ``metrics.step_hook.StepHook``, or None if
 the config does not ask for it."""

@@ -9,10 +9,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
 
 from torchtrain.config.registry import (
     CHECKPOINT_STORAGES,
+    CONFIG_SECTIONS,
     DATA_SOURCES,
     LR_SCHEDULES,
     METRICS_WRITERS,
@@ -116,6 +117,8 @@ class Section:
     """Base class of a section that checks its values. ``name``: the name of the section in the TOML file."""
 
     section_name: ClassVar[str]
+    changes_run: ClassVar[bool] = True
+    """Of a plugin: whether its options change results, so that a run resumes with others only by ``allow_changes``."""
 
     def __init_subclass__(cls, name: str = "") -> None:
         cls.section_name = name
@@ -123,6 +126,8 @@ class Section:
     def __post_init__(self) -> None:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 SAME_NUMBER = {
     "training.tokens": "training.steps",
@@ -900,46 +905,8 @@ class CommConfig(Section, name="comm"):
 
 
 @dataclass(frozen=True)
-class EstimateConfig(Section, name="estimate"):
-    """Memory and speed of a run without a GPU. Only for python -m torchtrain.estimate."""
-
-    world_size: CountOrZero = 0
-    """Number of ranks, one per GPU. 0: the product of the degrees in [parallelism], none of which may be -1."""
-    gpu: Literal["a100-40", "a100-80", "h100-80", "h100-96", "h200", "b200"] = "h100-80"
-    """GPU type; the number is its memory in GB (h200: 141, b200: 180)."""
-    gpus_per_node: Count = 8
-    """Number of GPUs per machine."""
-    memory_gib: NotNegative = 0.0
-    """Memory of a GPU in GiB. 0: that of the GPU type."""
-    network_gigabits: NotNegative = 0.0
-    """Network bandwidth per GPU in Gb/s. 0: that of the GPU type."""
-    mtbf_hours: NotNegative = 0.0
-    """Mean time between failures of one GPU, with its share of machine and network, in hours: 50,700 in the training of
-    Llama 3. 0: the duration is estimated without failures, or with those of node_mtbf_hours only."""
-    node_mtbf_hours: NotNegative = 0.0
-    """Mean time between failures of one machine, in hours, beside those of mtbf_hours. 0: none."""
-    save_seconds: Annotated[float, ("be above 0", lambda value: 0 < value < math.inf)] = 10.0
-    """With mtbf_hours or node_mtbf_hours: for how long training waits for a save, in seconds."""
-    restart_seconds: NotNegative = 600.0
-    """With mtbf_hours or node_mtbf_hours: the time from a failure until training continues, in seconds."""
-    all_layers: bool = False
-    """Simulate every layer on fake tensors instead of a few representative ones. Slower; it verifies the estimate."""
-    search: bool = False
-    """Search for the layout that fits in memory with the highest throughput. Ctrl-C ends it with the best so far."""
-    search_seconds: NotNegative = 0.0
-    """CPU time of a search on each core, in seconds: with more, it simulates more layouts. 0: 80 for up to 64 GPUs, 400
-    beyond."""
-    output: LocalPath = ""
-    """TOML file for the best layout of a search, to pass to the trainer. Empty: layout.toml in job.dump_folder."""
-    json: bool = False
-    """Print JSON instead of a table."""
-    picture: LocalPath = ""
-    """PNG file for a plot of memory over two steps (pip install 'torchtrain[plot]')."""
-
-
-@dataclass(frozen=True)
 class JobConfig:
-    """The config of a run: all sections."""
+    """The config of a run: all sections. ``section_of`` returns that of a plugin."""
 
     job: JobSection = field(default_factory=JobSection)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -961,7 +928,8 @@ class JobConfig:
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)
-    estimate: EstimateConfig = field(default_factory=EstimateConfig)
+    plugins: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Sections of plugins by name, without those whose options all have their defaults."""
     stages: tuple[dict[str, Any], ...] = field(default=(), hash=False)
     """[[stages]]: tables with a name, a length and the options that differ (docs/stages.md)."""
 
@@ -1004,8 +972,42 @@ class JobConfig:
             "debug.fingerprint_steps needs compile.enable = false, because tensors inside a compiled block cannot be "
             "recorded; compare uncompiled runs by their fingerprints, and compiled runs by their curves",
         )
-        for name in self.checkpoint.allow_changes:
-            require(
-                name in flat(asdict(self)) or f"{name}.".startswith(("optimizer.options.", "data.options.")),
-                f"checkpoint.allow_changes names {name!r}, which is not an option; options look like 'optimizer.lr'",
-            )
+        if self.checkpoint.allow_changes:
+            of_plugins = {name: asdict(CONFIG_SECTIONS[name]()) for name in CONFIG_SECTIONS}
+            known = flat(asdict(self) | of_plugins)
+            for name in self.checkpoint.allow_changes:
+                require(
+                    name in known or f"{name}.".startswith(("optimizer.options.", "data.options.")),
+                    f"checkpoint.allow_changes names {name!r}, which is not an option; options look like "
+                    "'optimizer.lr'",
+                )
+
+
+def section_types() -> dict[str, Any]:
+    """The dataclass of each section by name, those of plugins last; [[stages]] are tables of any options."""
+    hints = get_type_hints(JobConfig)
+    core = {name: hint for name, hint in hints.items() if name not in ("plugins", "stages")}
+    return core | {name: CONFIG_SECTIONS[name] for name in CONFIG_SECTIONS}
+
+
+def section_of(config: JobConfig, section: type[AnySection]) -> AnySection:
+    """The options of ``config`` in the ``section`` of a plugin."""
+    found: AnySection | None = config.plugins.get(section.section_name)
+    return section() if found is None else found
+
+
+def default_options() -> dict[str, Any]:
+    """All options by full name with their defaults, those of plugins too."""
+    return flat({name: to_dict(section()) for name, section in section_types().items()} | {"stages": []})
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The config, or a section of it, as nested dicts of plain values, without the options that are None."""
+
+    def plain(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {
+            key_of(k): list(value) if isinstance(value, tuple) else value for k, value in items if value is not None
+        }
+
+    options: dict[str, Any] = asdict(config, dict_factory=plain)
+    return options | options.pop("plugins") if isinstance(config, JobConfig) else options

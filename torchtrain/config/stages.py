@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from torchtrain.config.parse import BATCH_SCHEDULE, from_toml, option_of_value, to_dict
-from torchtrain.config.schema import SAME_NUMBER, DataConfig, JobConfig, SourceConfig, flat
+from torchtrain.config.parse import BATCH_SCHEDULE, from_toml, option_of_value
+from torchtrain.config.schema import SAME_NUMBER, DataConfig, JobConfig, SourceConfig, flat, section_types, to_dict
 from torchtrain.config.tokens import UNITS
 from torchtrain.errors import ConfigError
 
@@ -149,7 +149,7 @@ def _problems(config: JobConfig, number: int, resolved: bool) -> Iterable[str]:
                 break
         else:
             section = option.split(".")[0]
-            is_known = section in JobConfig.__dataclass_fields__
+            is_known = section in section_types()
             if is_known and not any(prefix in MAY_DIFFER for prefix in _prefixes(option)):
                 yield f"{label}: {option} must not differ between stages: it is an option of the whole run"
 

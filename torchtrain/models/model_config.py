@@ -3,9 +3,8 @@
 from dataclasses import asdict, fields, replace
 from typing import Any, Protocol
 
-from torchtrain.config.parse import to_dict
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, MupConfig, RopeScalingConfig
+from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, MupConfig, RopeScalingConfig, to_dict
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.rope_scaling import RopeScaling
 from torchtrain.models.spec import DecoderConfig, ModelSpec

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from torchtrain.cli import command
 from torchtrain.config.parse import parse, to_toml
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.config.stages import has_stages
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_file, require_picture, writing
+from torchtrain.plugins.planner.options import EstimateConfig
 
 if TYPE_CHECKING:  # imports PyTorch
     from torchtrain.models.spec import DecoderConfig
@@ -38,7 +39,7 @@ def run(config: JobConfig) -> int:
 
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
-    options = config.estimate
+    options = section_of(config, EstimateConfig)
     if has_stages(config):
         return run_stages(config)
     if options.search:
@@ -68,7 +69,7 @@ def run_stages(config: JobConfig) -> int:
     from torchtrain.plugins.planner.summary import estimate
     from torchtrain.stages import resolve_stages
 
-    options = config.estimate
+    options = section_of(config, EstimateConfig)
     if options.search or options.picture:
         raise ConfigError(
             "estimate.search and estimate.picture describe one layout, so they do not go with stages; estimate "
@@ -103,12 +104,12 @@ def run_search(config: JobConfig) -> int:
     """
     from torchtrain.plugins.planner import search
 
-    if config.estimate.json or config.estimate.picture:
+    if section_of(config, EstimateConfig).json or section_of(config, EstimateConfig).picture:
         raise ConfigError(
             "estimate.json and estimate.picture describe one layout, so they cannot be combined with estimate.search; "
             "run the search first, then estimate the layout that it writes"
         )
-    path = config.estimate.output or str(Path(config.job.dump_folder) / "layout.toml")
+    path = section_of(config, EstimateConfig).output or str(Path(config.job.dump_folder) / "layout.toml")
     found = search.search(config, lambda: require_file(path, "estimate.output"))
     sys.stdout.write(found.table + "\n")
     with writing(path, "estimate.output"):

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from torchtrain.config.schema import EstimateConfig, JobConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.plugins.planner.failures import best_interval, expected_seconds
 from torchtrain.plugins.planner.hardware import GIB
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES
 from torchtrain.plugins.planner.summary import INTERVAL, Estimate
 

@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.build import document_start
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.mesh import ParallelDims
@@ -15,11 +15,12 @@ from torchtrain.models.spec import DecoderConfig
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.parallelisms.validate import check_layout
 from torchtrain.plugins.planner.hardware import GPUS, Gpu
+from torchtrain.plugins.planner.options import EstimateConfig
 
 
 def resolve_gpu(config: JobConfig) -> Gpu:
     """Return the GPU named by ``estimate.gpu``, with the memory and network bandwidth that the config overrides."""
-    gpu, options = GPUS[config.estimate.gpu], config.estimate
+    gpu, options = GPUS[section_of(config, EstimateConfig).gpu], section_of(config, EstimateConfig)
     return replace(
         gpu,
         memory_gib=options.memory_gib or gpu.memory_gib,
@@ -46,8 +47,8 @@ def resolve_world_size(config: JobConfig) -> int:
     Raises:
         ConfigError: neither is set.
     """
-    if config.estimate.world_size:
-        return config.estimate.world_size
+    if section_of(config, EstimateConfig).world_size:
+        return section_of(config, EstimateConfig).world_size
     parallelism = config.parallelism
     if parallelism.data_parallel_shard_degree == -1:
         raise ConfigError(

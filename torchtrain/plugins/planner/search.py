@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.environment import cores_of_process
 from torchtrain.errors import ConfigError
@@ -18,6 +18,7 @@ from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_global_batch_size
 from torchtrain.plugins.planner.estimate_pool import EstimatePool
 from torchtrain.plugins.planner.hardware import GIB, Efficiency, Gpu
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.report import format_layout, format_ranking
 from torchtrain.plugins.planner.representative_ranks import representative_pipeline_ranks
 from torchtrain.plugins.planner.request import (
@@ -80,7 +81,7 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     most_gib = gpu.memory_gib * MEMORY_TOLERANCE
     layouts = given + [layout for _, memory_gib, layout in candidates if memory_gib <= most_gib]
     count = len(given) + len(candidates)
-    budget = config.estimate.search_seconds or (CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS)
+    budget = section_of(config, EstimateConfig).search_seconds or (CPU_SECONDS if world_size <= 64 else 5 * CPU_SECONDS)
     simulated: dict[int, tuple[JobConfig, Estimate]] = {}
     fastest, cpu_seconds, why = 0.0, 0.0, "for lack of time (estimate.search_seconds)"
     try:
@@ -113,7 +114,7 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
         f"{count} layouts, of which {len(layouts)} may fit; {len(simulated)} simulated in "
         f"{cpu_seconds:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
     )
-    own = replace(best[0][0], estimate=JobConfig().estimate)
+    own = replace(best[0][0], plugins={})
     return SearchResult(f"{head}\n{format_ranking(best)}", own, is_complete=why is not INTERRUPTED)
 
 
@@ -155,15 +156,16 @@ def candidate_layouts(config: JobConfig, model_config: DecoderConfig) -> Iterato
     They vary the degrees of parallelism, local batch size, activation checkpointing, pipeline schedule and resharding.
     """
     size, parallelism = resolve_world_size(config), config.parallelism
+    node = section_of(config, EstimateConfig).gpus_per_node
     powers = [2**i for i in range(size.bit_length()) if size % 2**i == 0]
-    tensors = [n for n in powers if n <= config.estimate.gpus_per_node and model_config.n_kv_heads % n == 0]
+    tensors = [n for n in powers if n <= node and model_config.n_kv_heads % n == 0]
     contexts = [n for n in powers if n == 1 or config.training.seq_len // n >= 8192]
     pipelines = [n for n in powers if n <= model_config.n_layers // 2]
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         if size % (tensor * context * pipeline):
             continue
         batch = size // (tensor * context * pipeline)
-        for replicate in sorted({1, max(1, batch * tensor * context // config.estimate.gpus_per_node)}):
+        for replicate in sorted({1, max(1, batch * tensor * context // node)}):
             if batch % replicate:
                 continue
             schedules = SCHEDULES if pipeline > 1 else (parallelism.pipeline_parallel_schedule,)
@@ -232,7 +234,7 @@ def analytic_estimate(
     compute *= 1 + (degrees.pipeline - 1) / (run_microbatches * stages)
     link, network = gpu.link_bandwidth * efficiency.link, gpu.network_bandwidth * efficiency.network
     tensor_parallel = 16 * tokens * model_config.dim * (1 - 1 / degrees.tensor) * layers / link
-    node = config.estimate.gpus_per_node
+    node = section_of(config, EstimateConfig).gpus_per_node
     rate = link if degrees.tensor * degrees.fsdp <= node else network * max(1, node // degrees.tensor)
     element_bytes = count * ((2 if unsharded else 4) + 4 * run_microbatches)  # gathered and reduced, per element
     sharding = element_bytes * rank_elements / rate if degrees.fsdp > 1 else 0.0

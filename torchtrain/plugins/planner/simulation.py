@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import adam
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
@@ -34,6 +34,7 @@ from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel
 from torchtrain.plugins.planner.compiled import simulated_inductor
 from torchtrain.plugins.planner.instrument import RecorderHook, instrument
 from torchtrain.plugins.planner.operations import tensors_in
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
 from torchtrain.plugins.planner.representative_ranks import pipeline_actions
 from torchtrain.torch_internals import (
@@ -179,6 +180,7 @@ def simulate(
             autograd on fake CUDA tensors needs a CUDA device.
     """
     device = device or torch.device("cpu")
+    gpus_per_node = section_of(config, EstimateConfig).gpus_per_node
     mode = FakeTensorMode(allow_non_fake_inputs=True)  # the model is built from real tensors on the meta device
     recorder = StepRecorder(device.type, offloaded=config.training.enable_cpu_offload)
     with (
@@ -188,7 +190,7 @@ def simulate(
         patch.object(adam, "_get_value", lambda value: 1 if isinstance(value, Tensor) else value),
         simulated_inductor(recorder),
         gpu_kernels() if gpu and device.type == "cpu" else nullcontext(),
-        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(config.estimate.gpus_per_node)),  # as torchrun sets it
+        patch.dict(os.environ, LOCAL_WORLD_SIZE=str(gpus_per_node)),  # as torchrun sets it
     ):
         with FakeAllocations(mode):
             mesh = Mesh(device, degrees)

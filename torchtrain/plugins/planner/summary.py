@@ -7,12 +7,13 @@ from dataclasses import astuple, dataclass, replace
 from math import prod
 from typing import Any
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.models.spec import DecoderConfig, flops_per_token
 from torchtrain.plugins.planner.allocator import peak_reserved
 from torchtrain.plugins.planner.hardware import GIB, Efficiency, Gpu
 from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecord
 from torchtrain.plugins.planner.representative_ranks import derive_step, representative_pipeline_ranks
 from torchtrain.plugins.planner.request import resolve_and_validate
@@ -267,7 +268,7 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
     """
     config, degrees = resolve_and_validate(config, model_config, gpu)
     cost_model = CostModel(gpu, Efficiency(), config)
-    options, global_batch_size = config.estimate, config.training.global_batch_size
+    options, global_batch_size = section_of(config, EstimateConfig), config.training.global_batch_size
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size
     stages = config.parallelism.pipeline_parallel_layers_per_stage or (model_config.n_layers,)
     simulated: list[RankRecord] = []

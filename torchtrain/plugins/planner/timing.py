@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.plugins.planner.attention import Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import Efficiency, Gpu
 from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.options import EstimateConfig
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WAITING_COPY = "copy_to_host_and_wait"
@@ -74,7 +75,7 @@ class CostModel:
             return operation.bytes / (gpu.host_bandwidth * efficiency.link)
         if len(ranks) < 2:
             return 0.0
-        nodes = Counter(rank // self.config.estimate.gpus_per_node for rank in ranks)
+        nodes = Counter(rank // section_of(self.config, EstimateConfig).gpus_per_node for rank in ranks)
         rate = gpu.link_bandwidth * efficiency.link
         if len(nodes) > 1:
             rate = min(rate, min(nodes.values()) * gpu.network_bandwidth * efficiency.network)
