@@ -345,7 +345,7 @@ def test_extension_over_identical_layers_and_microbatches_is_exact(
 ) -> None:
     shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (4,))))
     training = {"local_batch_size": 2, "global_batch_size": 16}
-    config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 4})
+    config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=4)
     few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MAX_MICROBATCHES", 100)
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
@@ -374,7 +374,7 @@ def test_middle_pipeline_ranks_are_represented_by_the_first_of_them(
     }
     rows = 16 if schedule == "1F1B" else 8  # two runs of the schedule on each of two ranks, or one
     training = {"local_batch_size": 4, "global_batch_size": rows}
-    config = config_of(parallelism=parallelism, training=training, estimate={"world_size": 8})
+    config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=8)
     shape = replace(SHAPE, n_layers=len(layers))
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
     records = {record.rank: record for record in full.records}
@@ -403,8 +403,8 @@ def test_all_layers_are_simulated_if_they_differ(monkeypatch: pytest.MonkeyPatch
     config = config_of(
         activation_checkpoint={"mode": "selective", "selective_option": "2"},
         training={"global_batch_size": 8},
-        estimate={"world_size": 2},
     )
+    config = with_estimate(config, world_size=2)
     few, full = (
         estimate(with_estimate(config, all_layers=all_layers), DEEPER, GPUS["h100-80"]) for all_layers in (False, True)
     )
