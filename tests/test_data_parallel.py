@@ -24,13 +24,13 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.exact_sums import ExactGradientReducer
 from torchtrain.parallelisms.microbatches import Microbatch
 from torchtrain.parallelisms.parallel_model import build_parallel_model
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
 from torchtrain.parallelisms.pipeline_schedule import resolve_layers_per_stage
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter
+from torchtrain.plugins.exact_sums.exact_sums import ExactGradientReducer
 from torchtrain.trainer import initialize, use_deterministic_kernels
 
 MODEL = replace(TINY, n_layers=3)  # a first, a middle and a last block

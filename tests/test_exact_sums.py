@@ -27,7 +27,7 @@ from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.loss import OutputLoss, exact_nats
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms.exact_sums import (
+from torchtrain.plugins.exact_sums.exact_sums import (
     HEADROOM_BITS,
     UNKNOWN,
     ExactGradientReducer,
@@ -483,7 +483,7 @@ def test_sum_over_ranks_is_bitwise_identical_in_any_order(gloo: GlooPool) -> Non
 @pytest.mark.parametrize("width", [1, 2, 5, 64, 100])
 def test_row_norms_equal_those_of_float64(width: int) -> None:
     gradient = torch.randn(7, width, generator=torch.Generator().manual_seed(0))
-    with patch("torchtrain.parallelisms.exact_sums.FLOAT64_ELEMENTS", 3 * width):
+    with patch("torchtrain.plugins.exact_sums.exact_sums.FLOAT64_ELEMENTS", 3 * width):
         found = row_norms_by_halves(gradient)
     torch.testing.assert_close(found, gradient.double().norm(dim=-1))
 

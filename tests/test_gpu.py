@@ -22,10 +22,10 @@ from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.compile import apply_compile
-from torchtrain.parallelisms.exact_sums import ExactSums
 from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.plugins.comparison.runs import RunFolder, compare_runs, open_run, relative
+from torchtrain.plugins.exact_sums.exact_sums import ExactSums
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import estimate
 from torchtrain.train import main

@@ -28,9 +28,10 @@ from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_g
 from torchtrain.metrics.report import write_report
 from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.stragglers import StragglerWatch
-from torchtrain.metrics.writers import TensorBoard, WeightsAndBiases, WriterContext, has_validation
+from torchtrain.metrics.writers import TensorBoard, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
+from torchtrain.plugins.wandb.writer import WeightsAndBiases
 
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 

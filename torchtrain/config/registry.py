@@ -158,10 +158,8 @@ DATA_SOURCES = Registry(
 
 METRICS_WRITERS = Registry(
     "metrics.writers",
-    {
-        "tensorboard": "torchtrain.metrics.writers:TensorBoard",
-        "wandb": "torchtrain.metrics.writers:WeightsAndBiases",
-    },
+    {"tensorboard": "torchtrain.metrics.writers:TensorBoard"},
+    {"wandb": "torchtrain.plugins.wandb"},
 )
 """Subclasses of ``metrics.writers.MetricsWriter``."""
 
@@ -173,6 +171,14 @@ CHECKPOINT_STORAGES = Registry(
     dict.fromkeys(OBJECT_STORE_SCHEMES, "torchtrain.plugins.object_storage"),
 )
 """Subclasses of ``checkpoint.storage.CheckpointStorage``, by the scheme of their URLs."""
+
+
+GRADIENT_REDUCERS = Registry(
+    "training.sums",
+    {"fast": "torchtrain.distributed.gradient_reducer:GradientReducer"},
+    {"exact": "torchtrain.plugins.exact_sums"},
+)
+"""``distributed.gradient_reducer.GradientReducer`` and subclasses of it."""
 
 
 CONFIG_SECTIONS = Registry("the name of a section", of_plugins={"estimate": "torchtrain.plugins.planner"})

@@ -15,6 +15,7 @@ from torchtrain.config.registry import (
     CHECKPOINT_STORAGES,
     CONFIG_SECTIONS,
     DATA_SOURCES,
+    GRADIENT_REDUCERS,
     LR_SCHEDULES,
     METRICS_WRITERS,
     MODELS,
@@ -430,7 +431,7 @@ class TrainingConfig(Section, name="training"):
     native bfloat16, matrix products are computed in float32 and rounded."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """dtype in which parameter gradients are reduced over ranks, on every mesh dimension."""
-    sums: Literal["fast", "exact"] = "fast"
+    sums: Annotated[str, GRADIENT_REDUCERS] = "fast"
     """How gradients are summed over microbatches and ranks. fast: in floating point, so that the result depends on the
     order. exact: as 64-bit integers, so that the run is bitwise identical on any number of data-parallel ranks
     (docs/parallelism.md)."""

@@ -6,11 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchtrain.config.registry import GRADIENT_REDUCERS
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
-from torchtrain.parallelisms.exact_sums import ExactGradientReducer
-from torchtrain.parallelisms.parallelize_llama import build_gradient_reducer
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter
 from torchtrain.torch_internals import ReduceScatter
 
@@ -20,21 +19,6 @@ class CPUGradientReducer(GradientReducer):
 
     def reduce_scatter(self) -> ReduceScatter:
         return AllToAllReduceScatter() if self.mesh.size() > 1 else NoReduceScatter()
-
-
-class CPUExactGradientReducer(ExactGradientReducer):
-    """``ExactGradientReducer`` for CPUs."""
-
-    elements_at_once = 1 << 15  # fits the cache
-
-    def __init__(self, config: JobConfig, mesh: Mesh) -> None:
-        super().__init__(config, mesh)
-        if self.transport == "auto":
-            self.transport = "all_to_all"
-
-    def row_norms(self, gradient: Tensor) -> Tensor:
-        # On a CPU the norm of a row does not depend on the number of rows.
-        return GradientReducer.row_norms(self, gradient)
 
 
 class NoReduceScatter(ReduceScatter):
@@ -58,11 +42,8 @@ class NoReduceScatter(ReduceScatter):
 
 def build_cpu_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
     """``build_gradient_reducer`` for CPUs."""
-    reducer = build_gradient_reducer(config, mesh)
-    if isinstance(reducer, ExactGradientReducer):
-        reducer = CPUExactGradientReducer(config, mesh)
-    else:
-        reducer = CPUGradientReducer(reducer.mesh, reducer.dtype)
+    kind: type[GradientReducer] = GRADIENT_REDUCERS[config.training.sums]
+    reducer = (CPUGradientReducer if kind is GradientReducer else kind.on_cpu()).build(config, mesh)
     # A single rank has no communication that could overlap with computation, and each FSDP group adds host overhead.
     reducer.by_block = reducer.mesh.size() > 1 or config.parallelism.fsdp_reshard_after_forward != "default"
     return reducer

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.torch_internals import ReduceScatter
 
@@ -28,6 +30,16 @@ class GradientReducer:
     def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         self.mesh = mesh
         self.dtype = dtype
+
+    @classmethod
+    def build(cls, config: JobConfig, mesh: Mesh) -> "GradientReducer":
+        """The reducer of a run."""
+        return cls(mesh.fsdp, getattr(torch, config.training.mixed_precision_reduce))
+
+    @classmethod
+    def on_cpu(cls) -> type["GradientReducer"]:
+        """The class whose ``build`` makes the reducer of a run on CPUs."""
+        return cls
 
     def reduce_scatter(self) -> ReduceScatter | None:
         """A new reduce-scatter for one FSDP module; None: that of FSDP."""

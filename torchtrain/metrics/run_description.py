@@ -216,7 +216,7 @@ def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, di
     training, documents = config.training, config.data.document_mask
     dtype, backend = training.mixed_precision_param, training.attention_backend
     float8 = "" if config.float8.recipe == "none" else f" and float8 ({config.float8.recipe})"
-    exact = ", exact sums" if config.training.sums == "exact" else ""
+    sums = "" if config.training.sums == "fast" else f", {config.training.sums} sums"
     context = dims.context > 1
     attention = attention_backend_name(
         backend, model, getattr(torch, dtype), device, documents=documents, context=context
@@ -224,7 +224,7 @@ def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, di
     causal = not context and not documents
     if device.type == "cpu" and causal and has_batched_attention_backward(backend, getattr(torch, dtype)):
         attention += ", backward in batched products"
-    return f"{dtype}{float8}{exact}; attention: {attention}"
+    return f"{dtype}{float8}{sums}; attention: {attention}"
 
 
 def _compile(config: JobConfig) -> str:

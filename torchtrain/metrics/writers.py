@@ -1,13 +1,11 @@
 """Metrics writers: ``metrics.jsonl``, TensorBoard, Weights & Biases, and those that a user's module registers."""
 
-import importlib.util
 import io
 import json
 import os
 import re
 import socket
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,10 +17,9 @@ import tomli
 
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig, flat
-from torchtrain.errors import ConfigError
 from torchtrain.files import atomic_write, names_in
 from torchtrain.logging import BestEffort, logger
-from torchtrain.metrics.history import UNDOING, read_run
+from torchtrain.metrics.history import UNDOING
 
 # Group and name of each curve; metrics that are not listed are in the group "other".
 GROUPS = {
@@ -323,80 +320,6 @@ class TensorBoard(MetricsWriter):
             if name.endswith("_samples") and isinstance(samples, list):  # not the loss of a source named samples
                 summary = text(name.replace("_", "/", 1), samples_as_markdown(samples))  # type: ignore[no-untyped-call]
                 self._add(Event(step=line["step"], summary=summary))
-
-
-class WeightsAndBiases(MetricsWriter):
-    """Weights & Biases. A resumed run continues its W&B run, whose id is stored in the dump folder.
-
-    W&B cannot change steps that it has. When steps are undone, a new W&B run of the same group begins, with the earlier
-    steps of metrics.jsonl; the one before keeps what was undone.
-    """
-
-    label = "Weights & Biases"
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:  # noqa: ARG003
-        if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
-
-    def __init__(self, context: WriterContext) -> None:
-        self.context = context
-        self.again_from = context.start_step
-        self.run: Any = None
-        id_file = context.folder / "wandb_id"
-        if context.undone:
-            self._begin_again(context.start_step)
-        elif id_file.exists() and id_file.stat().st_size:  # a full disk leaves an empty file
-            self.run = self._open(id_file.read_text(encoding="utf-8"))
-        else:
-            self.run = self._open_new()
-
-    def _open_new(self, after: str = "") -> Any:
-        """Open a new W&B run, and store its id."""
-        new_id = uuid.uuid4().hex[:8]
-        (self.context.folder / "wandb_id").write_text(new_id, encoding="utf-8")
-        return self._open(new_id, after)
-
-    def _open(self, run_id: str, after: str = "") -> Any:
-        import wandb
-
-        context, name = self.context, self.context.folder.resolve().name
-        return wandb.init(
-            project=context.config.wandb_project,
-            name=f"{name}{after}",
-            group=f"{name}-{context.run[:8]}" if context.run else None,
-            id=run_id,
-            resume="allow",
-            dir=context.folder,
-            config=hyperparameters(context.config_toml),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-
-    def undo(self, step: int) -> None:
-        undone, self.run = self.run, None
-        self.again_from = step
-        if undone is not None:
-            undone.summary["undone_after_step"] = step
-            undone.finish()
-        self._begin_again(step)
-
-    def _begin_again(self, step: int) -> None:
-        """Open a new W&B run with the lines up to ``step``, from which the run continues."""
-        self.run = self._open_new(f" (again from step {step})")
-        logger.info(f"Weights & Biases: steps after {step} are undone; the run continues as the W&B run {self.run.id}")
-        for line in read_run(self.context.folder, lambda _: None).lines:
-            if line["step"] <= step:
-                self.write(line)
-
-    def write(self, line: dict[str, Any]) -> None:
-        if self.run is None:  # the last attempt to open it has failed
-            self._begin_again(self.again_from)
-        values = {f"faults/{line['event']}": 1} if "event" in line else grouped(line)
-        self.run.log(values, step=line["step"])
-
-    def close(self) -> None:
-        if self.run is not None:
-            self.run.finish()
 
 
 class Writers:

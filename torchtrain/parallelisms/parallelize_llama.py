@@ -1,9 +1,9 @@
 """Apply parallelisms and optimizations to a model: TP, CP, activation checkpointing, torch.compile and FSDP."""
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from torchtrain.config.registry import GRADIENT_REDUCERS
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
@@ -13,7 +13,6 @@ from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
-from torchtrain.parallelisms.exact_sums import ExactGradientReducer
 from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
 from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
@@ -51,9 +50,8 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
 
 def build_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
     """The gradient reducer that ``training.sums`` selects."""
-    if config.training.sums == "exact":
-        return ExactGradientReducer(config, mesh)
-    return GradientReducer(mesh.fsdp, getattr(torch, config.training.mixed_precision_reduce))
+    kind: type[GradientReducer] = GRADIENT_REDUCERS[config.training.sums]
+    return kind.build(config, mesh)
 
 
 def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:

@@ -51,6 +51,14 @@ class ExactGradientReducer(GradientReducer):
         # Gradients of norms are also summed over tensor-parallel ranks.
         self.summands_per_row = degrees.batch * degrees.context * degrees.tensor
 
+    @classmethod
+    def build(cls, config: JobConfig, mesh: Mesh) -> GradientReducer:
+        return cls(config, mesh)
+
+    @classmethod
+    def on_cpu(cls) -> type[GradientReducer]:
+        return CPUExactGradientReducer
+
     def reduce_scatter(self) -> ReduceScatter:
         return ExactReduceScatter(self.sums, self.param_dtype, self.mesh, self.transport, self.elements_at_once)
 
@@ -71,6 +79,21 @@ class ExactGradientReducer(GradientReducer):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return exact_sum(values)
+
+
+class CPUExactGradientReducer(ExactGradientReducer):
+    """``ExactGradientReducer`` for CPUs."""
+
+    elements_at_once = 1 << 15  # fits the cache
+
+    def __init__(self, config: JobConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        if self.transport == "auto":
+            self.transport = "all_to_all"
+
+    def row_norms(self, gradient: Tensor) -> Tensor:
+        # On a CPU the norm of a row does not depend on the number of rows.
+        return GradientReducer.row_norms(self, gradient)
 
 
 class ExactSums(Stateful):

@@ -1,0 +1,85 @@
+"""Metrics writer for Weights & Biases."""
+
+import importlib.util
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from torchtrain.errors import ConfigError
+from torchtrain.logging import logger
+from torchtrain.metrics.history import read_run
+from torchtrain.metrics.writers import MetricsWriter, WriterContext, grouped, hyperparameters
+
+
+class WeightsAndBiases(MetricsWriter):
+    """Weights & Biases. A resumed run continues its W&B run, whose id is stored in the dump folder.
+
+    W&B cannot change steps that it has. When steps are undone, a new W&B run of the same group begins, with the earlier
+    steps of metrics.jsonl; the one before keeps what was undone.
+    """
+
+    label = "Weights & Biases"
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:  # noqa: ARG003
+        if importlib.util.find_spec("wandb") is None:
+            raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
+
+    def __init__(self, context: WriterContext) -> None:
+        self.context = context
+        self.again_from = context.start_step
+        self.run: Any = None
+        id_file = context.folder / "wandb_id"
+        if context.undone:
+            self._begin_again(context.start_step)
+        elif id_file.exists() and id_file.stat().st_size:  # a full disk leaves an empty file
+            self.run = self._open(id_file.read_text(encoding="utf-8"))
+        else:
+            self.run = self._open_new()
+
+    def _open_new(self, after: str = "") -> Any:
+        """Open a new W&B run, and store its id."""
+        new_id = uuid.uuid4().hex[:8]
+        (self.context.folder / "wandb_id").write_text(new_id, encoding="utf-8")
+        return self._open(new_id, after)
+
+    def _open(self, run_id: str, after: str = "") -> Any:
+        import wandb
+
+        context, name = self.context, self.context.folder.resolve().name
+        return wandb.init(
+            project=context.config.wandb_project,
+            name=f"{name}{after}",
+            group=f"{name}-{context.run[:8]}" if context.run else None,
+            id=run_id,
+            resume="allow",
+            dir=context.folder,
+            config=hyperparameters(context.config_toml),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+
+    def undo(self, step: int) -> None:
+        undone, self.run = self.run, None
+        self.again_from = step
+        if undone is not None:
+            undone.summary["undone_after_step"] = step
+            undone.finish()
+        self._begin_again(step)
+
+    def _begin_again(self, step: int) -> None:
+        """Open a new W&B run with the lines up to ``step``, from which the run continues."""
+        self.run = self._open_new(f" (again from step {step})")
+        logger.info(f"Weights & Biases: steps after {step} are undone; the run continues as the W&B run {self.run.id}")
+        for line in read_run(self.context.folder, lambda _: None).lines:
+            if line["step"] <= step:
+                self.write(line)
+
+    def write(self, line: dict[str, Any]) -> None:
+        if self.run is None:  # the last attempt to open it has failed
+            self._begin_again(self.again_from)
+        values = {f"faults/{line['event']}": 1} if "event" in line else grouped(line)
+        self.run.log(values, step=line["step"])
+
+    def close(self) -> None:
+        if self.run is not None:
+            self.run.finish()
