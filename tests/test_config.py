@@ -13,7 +13,7 @@ import tomli
 import tyro
 
 from torchtrain.config.help import toml
-from torchtrain.config.parse import RENAMED_KEYS, command_line_type, from_file, parse, to_toml
+from torchtrain.config.parse import command_line_type, from_file, parse, to_toml
 from torchtrain.config.schema import LOCAL, TrainingConfig, rules_of, section_types
 from torchtrain.errors import ConfigError
 
@@ -199,20 +199,6 @@ def test_every_other_path_option_rejects_urls() -> None:
 def test_missing_file_error_suggests_the_closest_name() -> None:
     with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'\? \(looked for /"):
         from_file(str(CONFIGS[0].parent / "debugmodel.toml"))
-
-
-@pytest.mark.parametrize(("old", "new"), list(RENAMED_KEYS.items()))
-def test_renamed_key_is_an_error_that_names_the_new_key(tmp_path: Path, old: str, new: str) -> None:
-    section, _, key = old.partition(".")
-    file = write(tmp_path, f'[{section}]\n{key} = "skip"\n')
-    message = re.escape(f"{old} was renamed: set {new}")
-    with pytest.raises(ConfigError, match=message):
-        from_file(file)
-    for arguments in ([f"--{old}", "skip"], [f"--{old.replace('_', '-')}=skip"]):
-        with pytest.raises(ConfigError, match=message):
-            parse(arguments)
-    with pytest.raises(ConfigError, match=re.escape(f"{old}.inner was renamed: set {new}.inner")):
-        parse([f"--{old}.inner", "skip"])
 
 
 @pytest.mark.parametrize(

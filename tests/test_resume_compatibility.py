@@ -12,7 +12,7 @@ import tomli_w
 
 from torchtrain.checkpoint.resume_compatibility import KINDS, Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import command_line_type, to_toml
-from torchtrain.config.schema import CheckpointConfig, JobConfig, ParameterGroupConfig, key_of, to_dict
+from torchtrain.config.schema import CheckpointConfig, JobConfig, key_of, to_dict
 from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN = {  # every option, by kind and section
@@ -247,17 +247,6 @@ def test_kind_of_each_option_is_the_frozen_one() -> None:
         for name in names.split()
     }
     assert {name: observed_kind(name) for name in options_of(command_line_type()())} == frozen
-
-
-def test_options_of_older_checkpoints_are_compared_under_their_new_names() -> None:
-    table = tomli.loads(toml(optimizer={"hidden": ParameterGroupConfig(lr_factor=0.5)}))
-    table["faults"]["on_bad_numbers"] = table["faults"].pop("on_nonfinite")
-    for old, new in {"matrices": "hidden", "embeddings": "embedding", "vectors": "no_decay"}.items():
-        table["optimizer"][old] = table["optimizer"].pop(new)
-    saved = tomli_w.dumps(table)
-    assert check_resume_compatibility(saved, toml(optimizer={"hidden": ParameterGroupConfig(lr_factor=0.5)}), ()) == []
-    with pytest.raises(CheckpointError, match=r"optimizer.hidden.lr_factor = 1.0 \(checkpoint: 0.5\)"):
-        check_resume_compatibility(saved, toml(), ())
 
 
 def test_changed_options_of_a_registered_optimizer_must_be_allowed() -> None:

@@ -16,7 +16,6 @@ import tomli
 import tomli_w
 import xxhash
 
-from torchtrain.config.parse import renamed_to
 from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import RopeScalingConfig, default_options, flat
 from torchtrain.config.stages import nested, set_options
@@ -117,8 +116,7 @@ def _differences_of_stages(
 
 def options_in(text: str) -> dict[str, Any]:
     """The options in ``text`` by full name, with defaults, also those that depend on other options."""
-    saved = {renamed_to(key) or key: value for key, value in flat(tomli.loads(text)).items()}
-    options = {**default_options(), **saved}  # an older config lacks newer options
+    options = {**default_options(), **flat(tomli.loads(text))}
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
         source.pop("label", None)  # as data.label

@@ -44,15 +44,6 @@ FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
 )
 """torchtitan's key: (torchtrain's key, torchtitan's default as TOML, a note); an empty string where there is none."""
 
-RENAMED_KEYS = {
-    "faults.on_bad_numbers": "faults.on_nonfinite",
-    "optimizer.matrices": "optimizer.hidden",
-    "optimizer.embeddings": "optimizer.embedding",
-    "optimizer.vectors": "optimizer.no_decay",
-}
-"""New names of renamed options by their old names, for the error message about an old name."""
-
-
 BATCH_SIZE, BATCH_SCHEDULE = "training.global_batch_size", "training.global_batch_size_schedule"
 """A text as the value of the first option is that of the second."""
 
@@ -77,10 +68,6 @@ def parse(
         ConfigError: the config file, or the combination of file and command line, is invalid.
         SystemExit: after ``--help``, or because the command line is invalid.
     """
-    for argument in argv:
-        key = argument.partition("=")[0].removeprefix("--").replace("-", "_")
-        if argument.startswith("--") and (new := renamed_to(key)):
-            raise ConfigError(f"{key} was renamed: set {new}")
     file = config_file(argv)
     require_local(file, "job.config_file")
     # tyro names an option after its field, whose name cannot be a keyword of Python.
@@ -329,9 +316,7 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
         except ConfigError as error:
             problems.append(str(error))
             continue
-        if new := renamed_to(name):
-            problems.append(f"{name} was renamed: set {new}")
-        elif hints_for_torchtitan := torchtitan_keys(name, value):
+        if hints_for_torchtitan := torchtitan_keys(name, value):
             problems += hints_for_torchtitan
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
@@ -356,14 +341,6 @@ def _type_hints(section: Any) -> dict[str, Any]:
 def option_of_value(name: str, value: Any) -> str:
     """The option that ``name = value`` sets: a text as the batch size is a schedule of batch sizes."""
     return BATCH_SCHEDULE if name == BATCH_SIZE and isinstance(value, str) else name
-
-
-def renamed_to(key: str) -> str | None:
-    """The new name of ``key`` if it, or the table that contains it, is in ``RENAMED_KEYS``; else None."""
-    for old, new in RENAMED_KEYS.items():
-        if key == old or key.startswith(f"{old}."):
-            return new + key.removeprefix(old)
-    return None
 
 
 def torchtitan_keys(name: str, value: Any) -> list[str]:
