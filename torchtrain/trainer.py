@@ -190,7 +190,12 @@ class Trainer:
             description=self.description.record,
         )
         self.watchdog = Watchdog(
-            folder / "hangs", rank(), world_size(), config.comm.init_timeout_seconds, doing=self.checkpointer.status
+            folder / "hangs",
+            rank(),
+            world_size(),
+            config.comm.init_timeout_seconds,
+            doing=self.checkpointer.status,
+            synchronize=partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None,
         )
         self.guard = NonFiniteGuard(
             config.faults,

@@ -900,9 +900,9 @@ class CommConfig(Section, name="comm"):
     init_timeout_seconds: Timeout = 300
     """Timeout for communication operations, during initialization and the first train step, in seconds."""
     train_timeout_seconds: Timeout = 100
-    """Time limit for each step after the first, in seconds; on a CPU it is at least three times the duration of the
-    first step. After it, each rank writes its stack traces to hangs/ in the dump folder; a few seconds later pending
-    collectives time out."""
+    """Time limit for each step after the first, in seconds; at least three times the duration of the first step.
+    After it, each rank writes its stack traces to hangs/ in the dump folder; a few seconds later pending collectives
+    time out."""
 
 
 @dataclass(frozen=True)

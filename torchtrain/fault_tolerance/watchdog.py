@@ -88,11 +88,14 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     world_size: int
     timeout_seconds: float
     doing: Callable[[], str]  # describes what this rank is doing in the background
+    synchronize: Callable[[], None] = lambda: None
+    """Waits for the device; called at the end of what is watched while the duration of the first step is measured."""
 
     def __post_init__(self) -> None:
         self.best_effort = BestEffort(f"reports in {self.folder}")
         self._watched: tuple[str, float] | None = None  # what is being watched, and its start by time.monotonic()
-        self._longest_seconds = 0.0  # the longest duration of anything watched so far
+        self._longest_seconds = 0.0  # the longest duration of anything watched up to the first step
+        self._is_measuring = True
         self._closed = threading.Event()
 
     def __enter__(self) -> "Watchdog":
@@ -105,17 +108,21 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._watched = what, time.monotonic()
         try:
             yield
+            if self._is_measuring:
+                self.synchronize()
+                self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._watched[1])
         finally:
-            self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._watched[1])
             self._watched = None
 
     def set_timeout_after_first_step(self, configured_seconds: float, device: torch.device) -> None:
-        """Set ``timeout_seconds`` to the configured value; on a CPU to more if the first step was slow. Collective."""
-        longest = torch.tensor(self._longest_seconds, dtype=torch.float64)
-        if device.type == "cpu":
-            all_reduce(longest, op=dist.ReduceOp.MAX)
-            configured_seconds = max(configured_seconds, TIMES_FIRST_STEP * longest.item())
-        self.timeout_seconds = configured_seconds
+        """Set ``timeout_seconds`` to the configured value, or to more if the first step of any rank was slow.
+
+        Collective. ``device``: that of the ranks' process group.
+        """
+        self._is_measuring = False
+        longest = torch.tensor(self._longest_seconds, dtype=torch.float64, device=device)
+        all_reduce(longest, op=dist.ReduceOp.MAX)
+        self.timeout_seconds = max(configured_seconds, TIMES_FIRST_STEP * longest.item())
 
     def __exit__(self, *_: object) -> None:
         self._closed.set()
