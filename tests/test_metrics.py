@@ -24,7 +24,7 @@ from torchtrain.devices import peak_flops
 from torchtrain.metrics import stragglers
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.profiler import Profiler
-from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory_gib, step_words
+from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
 from torchtrain.metrics.report import write_report
 from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.stragglers import StragglerWatch
@@ -333,6 +333,28 @@ def test_log_line_has_the_remaining_time() -> None:
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
 
 
+def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    reset: list[torch.device] = []
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {device: 3 << 30}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", {device: 4 << 30}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "memory_stats", {device: {"num_alloc_retries": 2}}.__getitem__)
+    total = SimpleNamespace(total_memory=16 << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {device: total}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset.append)
+    memory = peak_memory(device)
+    assert memory == {
+        "memory_gib": 3.0,
+        "memory_reserved_gib": 4.0,
+        "memory_fraction": 0.25,
+        "memory_alloc_retries": 2.0,
+    }
+    assert reset == [device]
+    line = dict.fromkeys(("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds"), 1.0)
+    words = step_words({**line, "mfu": None, "data_wait_fraction": 0.0, **memory}, 1, None)
+    assert "3.00 GiB (25% reserved)" in [word for _, word in words]
+
+
 def test_no_trace_is_written_for_a_step_that_did_not_run(tmp_path: Path) -> None:
     with Profiler(
         ProfilingConfig(enable_profiling=True, profile_freq=3), tmp_path, 0, torch.device("cpu"), 0
@@ -406,7 +428,7 @@ def test_reported_data_wait_is_per_step(gloo: GlooPool) -> None:
 
 
 def test_peak_memory_is_in_gib() -> None:
-    assert 0.03 < peak_memory_gib(torch.device("cpu")) < 4096  # importing torch takes more than 32 MiB
+    assert 0.03 < peak_memory(torch.device("cpu"))["memory_gib"] < 4096  # importing torch takes more than 32 MiB
 
 
 def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

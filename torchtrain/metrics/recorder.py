@@ -37,14 +37,25 @@ from torchtrain.models.loss import TokenLoss
 GIB = 2**30
 
 
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak of the CUDA allocator since the last call; on CPU, the peak resident set of the process."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device) / GIB
-        torch.cuda.reset_peak_memory_stats(device)
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Peak memory, by name in ``metrics.jsonl``: on CPU the peak resident set of the process, in GiB.
+
+    On a GPU, peaks of the CUDA allocator since the last call: what tensors took, what it reserved, and the share of the
+    device that this is; and how often it has freed its cache so far because an allocation failed. Memory of the CUDA
+    context, NCCL and libraries is not included.
+    """
+    if device.type != "cuda":
+        unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS, in KiB on Linux
+        return {"memory_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / GIB}
+    allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    retries = torch.cuda.memory_stats(device).get("num_alloc_retries", 0)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {
+        "memory_gib": allocated / GIB,
+        "memory_reserved_gib": reserved / GIB,
+        "memory_fraction": reserved / torch.cuda.get_device_properties(device).total_memory,
+        "memory_alloc_retries": float(retries),
+    }
 
 
 def device_info(device: torch.device) -> dict[str, str]:
@@ -156,10 +167,11 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         total, tokens, z_total = sums.tolist()
         elapsed = time.perf_counter() - self.since  # tolist() has synchronized with the device
         own_loss = (loss.total / loss.tokens).item() if loss.tokens else 0.0
-        own = (own_loss, peak_memory_gib(self.device), self.data_wait_seconds / elapsed)
+        memory = peak_memory(self.device)
+        own = (own_loss, self.data_wait_seconds / elapsed, *memory.values())
         maxima = torch.tensor(own, dtype=torch.float64, device=self.device)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-        loss_max, memory_gib, data_wait_fraction = maxima.tolist()
+        loss_max, data_wait_fraction, *memory_maxima = maxima.tolist()
         step_seconds = elapsed / (step - self.since_step)
         tokens_per_second = self.tokens_per_step / dist.get_world_size() / step_seconds
         mfu = None if self.peak_flops is None else tokens_per_second * self.flops_per_token / self.peak_flops
@@ -174,7 +186,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             "lr": lr,
             "tokens_per_second": tokens_per_second,
             "mfu": mfu,
-            "memory_gib": memory_gib,
+            **dict(zip(memory, memory_maxima, strict=True)),
             "data_wait_fraction": data_wait_fraction,
             "step_seconds": step_seconds,
         }
@@ -244,6 +256,7 @@ def step_words(line: dict[str, Any], last_step: int, width: int | None) -> list[
 
     If they exceed ``width``, the least important ones are left out; ``metrics.jsonl`` has all of them.
     """
+    share = f" ({line['memory_fraction']:.0%} reserved)" if "memory_fraction" in line else ""
     # What is left out first has the highest number.
     words = [
         (0, "36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
@@ -254,7 +267,7 @@ def step_words(line: dict[str, Any], last_step: int, width: int | None) -> list[
         (2, "34", f"{line['tokens_per_second']:,.0f} tokens/s"),
         *([] if line["mfu"] is None else [(3, "34", f"MFU {line['mfu']:.1%}")]),
         (7, "0", f"{line['step_seconds']:.3f} s/step"),
-        (6, "35", f"{line['memory_gib']:.2f} GiB"),
+        (6, "35", f"{line['memory_gib']:.2f} GiB{share}"),
         (8, "0", f"data wait {line['data_wait_fraction']:.1%}"),
     ]
     if line["step"] < last_step:

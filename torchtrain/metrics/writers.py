@@ -34,6 +34,9 @@ GROUPS = {
     "tokens": "data/tokens",
     "step_seconds": "throughput/step_seconds",
     "memory_gib": "memory/peak_gib",
+    "memory_reserved_gib": "memory/reserved_gib",
+    "memory_fraction": "memory/fraction",
+    "memory_alloc_retries": "memory/alloc_retries",
     "data_wait_fraction": "data/wait_fraction",
 }
 
