@@ -19,9 +19,9 @@ from test_evaluate import CHOICES, evaluate, skip_default_tasks, write_tasks
 
 from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.metrics.validation import check_validation_parts
 from torchtrain.plugins.evaluation.harness import task_data_error
 from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, load_tasks
-from torchtrain.plugins.evaluation.validation_parts import check_validation_parts
 
 pytest.importorskip("lm_eval")
 

@@ -14,12 +14,13 @@ import torch._dynamo.config
 from collective_order import calls_of, difference, disagreements
 
 from torchtrain.config.parse import from_file
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.planner import simulation
 from torchtrain.plugins.planner.hardware import GPUS
 from torchtrain.plugins.planner.operations import VIEWS, collective, tensors_in
+from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
 from torchtrain.plugins.planner.request import resolve_and_validate
 from torchtrain.plugins.planner.simulation import representative_ranks, simulate
@@ -110,7 +111,9 @@ def config_of(options: Mapping[str, Any]) -> JobConfig:
         sections[section][name] = value
     file = options.get("job.config_file")
     config = from_file(file) if file else JobConfig()
-    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+    estimated = replace(section_of(config, EstimateConfig), **sections.pop("estimate", {}))
+    changed: dict[str, Any] = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
+    return replace(config, **changed, plugins={"estimate": estimated})
 
 
 def shipped_config(path: Path) -> tuple[dict[str, Any], int, dict[str, Any]]:
