@@ -27,7 +27,7 @@ KINDS = (*ANSWERS, "reset", "lost answer", "truncate", "silence", "stale", "shor
 CHECKSUMS = re.compile(r"content-md5|x-amz-(checksum-|content-sha256|decoded-content-length|sdk-checksum|trailer).*")
 
 
-@dataclass
+@dataclass(eq=False)
 class Fault:
     kind: str
     requests: re.Pattern[str]
@@ -92,10 +92,11 @@ class S3Faults:
             self.faults.append(fault)
         return fault
 
-    def heal(self) -> None:
-        """Remove all faults; what is silent is reset."""
+    def heal(self, fault: Fault | None = None) -> None:
+        """Remove a fault, or all of them; what is silent is reset."""
         with self.lock:
-            faults, self.faults = self.faults, []
+            faults = self.faults if fault is None else [other for other in self.faults if other is fault]
+            self.faults = [other for other in self.faults if other not in faults]
         for fault in faults:
             fault.over.set()
 
