@@ -26,6 +26,7 @@ import argparse
 import atexit
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -499,7 +500,7 @@ def run_composed(folder: Path, options: argparse.Namespace, disk: DiskFaults) ->
         return crash_test_composed.Script(ranks, words, settings, folder / "run.log")
 
     trial = crash_test_composed.Trial(folder, start, data, disk, proxy, checkpoints)
-    newest = crash_test_composed.disturb(trial, options.composed, options.seed, options.kinds)
+    newest = crash_test_composed.disturb(trial, options.composed, options.seed, options.kinds, options.minutes)
     steps = max(newest, *(step for step, _ in numbers_in(metrics_in(trial.dump)))) + 4
     undisturbed = folder / "undisturbed"
     for dump, checkpoints in ((trial.dump, trial.checkpoints), (undisturbed, "checkpoint")):
@@ -526,6 +527,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--composed", type=int, default=0, help="rounds of crash_test_composed.py instead")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no round of --composed begins later")
     parser.add_argument("--kinds", nargs="+", help="kinds of faults of --composed; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", choices=["local", "s3"], default="local", help="s3: crash_test_s3.py")

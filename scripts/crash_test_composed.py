@@ -34,6 +34,7 @@ its manifest. In the end the run must be bitwise identical to an undisturbed one
 import atexit
 import errno
 import heapq
+import math
 import os
 import random
 import shutil
@@ -239,6 +240,7 @@ class Round:
 
     def end(self, number: int, process: psutil.Process | None) -> None:
         """Send a signal that ends the run."""
+        self.run.ranks()  # known from now on, also without the launcher
         self.is_ending |= process is not None and is_alive(process)
         send(number, process)
 
@@ -442,9 +444,12 @@ def kinds_of(storage: str) -> list[str]:
     return [name for name, kind in KINDS.items() if storage in kind.storages]
 
 
-def disturb(trial: Trial, rounds: int, seed: int, kinds: list[str]) -> int:
-    """Make ``rounds``; returns the step that the run has come to when it is finished a little later."""
+def disturb(trial: Trial, rounds: int, seed: int, kinds: list[str], minutes: float = math.inf) -> int:
+    """Make ``rounds``, of which none begins after ``minutes``; returns the step that the run has come to."""
+    began = time.monotonic()
     for number in range(rounds):
+        if time.monotonic() - began > 60 * minutes:
+            break
         trial.rounds += 1
         rng = random.Random(seed + number)
         names = rng.sample(kinds, min(len(kinds), rng.choice([2, 3])))
