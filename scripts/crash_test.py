@@ -15,6 +15,8 @@ one fault, in random order:
 - changed data: a data file is replaced by another one of the same size and time before the run starts;
 - flipped read: while a checkpoint is verified and loaded, one read returns a flipped bit.
 
+``--composed`` injects several faults into each round (``crash_test_composed.py``).
+
 Every exit code must be the one that docs/faults.md documents, and every complete checkpoint must match its manifest. In
 the end the run must be bitwise identical to an undisturbed run, and no process or temporary file may be left.
 All rounds but the kills need Linux and a C compiler. ``--storage s3`` injects the faults of ``crash_test_s3.py``.
@@ -24,6 +26,7 @@ import argparse
 import atexit
 import errno
 import json
+import math
 import os
 import random
 import shutil
@@ -467,16 +470,77 @@ def run_in_s3(folder: Path, kills: int, faults: int, rng: random.Random) -> None
     assert not differ, differ
 
 
+def run_composed(folder: Path, options: argparse.Namespace, disk: DiskFaults) -> None:
+    """``--composed``: see ``crash_test_composed.py``."""
+    import crash_test_composed
+    import crash_test_s3
+
+    (folder / "crash_test_settings.py").write_text(crash_test_composed.SETTINGS)
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])}
+    checkpoints, proxy = "checkpoint", None
+    if options.storage == "s3":
+        server, proxy, settings = crash_test_s3.set_up(folder)
+        atexit.register(server.stop)
+        environment = {**settings, **environment}
+        checkpoints = crash_test_s3.URL
+    data, validation_data = folder / "training.jsonl", folder / "validation.txt"
+    write_training_data(data)
+
+    def start(dump: Path, checkpoints: str, data: Path, ranks: int, steps: int, sleep_seconds: float = 0.1) -> Any:
+        words = [*OPTIONS.split(), *RUN.split(), *crash_test_s3.SMALL_MODEL.split(), "--training.sums", "exact"]
+        words += ["--training.steps", str(steps), "--job.dump_folder", str(dump), "--checkpoint.folder", checkpoints]
+        words += ["--data.path", str(data), "--validation.path", str(validation_data)]
+        words += ["--job.import", "crash_test_settings"]
+        settings = {
+            **environment,
+            **disk.environment,
+            "OMP_NUM_THREADS": "1",
+            "CRASH_TEST_SLEEP_SECONDS": str(sleep_seconds),
+        }
+        return crash_test_composed.Script(ranks, words, settings, folder / "run.log")
+
+    trial = crash_test_composed.Trial(folder, start, data, disk, proxy, checkpoints)
+    newest = crash_test_composed.disturb(trial, options.composed, options.seed, options.kinds, options.minutes)
+    steps = max(newest, *(step for step, _ in numbers_in(metrics_in(trial.dump)))) + 4
+    undisturbed = folder / "undisturbed"
+    for dump, checkpoints in ((trial.dump, trial.checkpoints), (undisturbed, "checkpoint")):
+        finished = start(dump, checkpoints, trial.data, 1, steps, sleep_seconds=0)
+        assert finished.wait() == 0, finished.output()
+    assert not [
+        name for name in trial.storage().names() if not name.removeprefix("step-").partition(".")[0].isdecimal()
+    ]
+    ours = crash_test_s3.tensors(trial.storage().open(steps))
+    theirs = crash_test_s3.tensors(LocalCheckpoint(step_folder(undisturbed / "checkpoint", steps)))
+    assert ours.keys() == theirs.keys()
+    different = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+    lines = [metrics_in(dump) for dump in (trial.dump, undisturbed)]
+    different_steps, compared = steps_that_differ(*lines), len({step for step, _ in numbers_in(lines[0])})
+    made = ", ".join(f"{count} x {name}" for name, count in sorted(trial.faults.items()))
+    print(f"{trial.rounds} rounds: {made}; {steps} steps: {len(different)} of {len(ours)} tensors differ")
+    print(f"{len(different_steps)} of {compared} steps differ")
+    assert not different, different
+    assert not different_steps, different_steps
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--faults", type=int, default=0)
+    parser.add_argument("--composed", type=int, default=0, help="rounds of crash_test_composed.py instead")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="no round of --composed begins later")
+    parser.add_argument("--kinds", nargs="+", help="kinds of faults of --composed; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", choices=["local", "s3"], default="local", help="s3: crash_test_s3.py")
     parser.add_argument(
         "--folder", type=Path, default=Path("outputs"), help="folder in which crash_test is created again"
     )
     options = parser.parse_args()
+    if options.composed:
+        from crash_test_composed import kinds_of
+
+        if unknown := {*(options.kinds or ())} - {*kinds_of(options.storage)}:
+            parser.error(f"--kinds: {' '.join(sorted(unknown))}; there are {' '.join(kinds_of(options.storage))}")
+        options.kinds = options.kinds or kinds_of(options.storage)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # with the ranks
     rng = random.Random(options.seed)
     folder = options.folder.absolute() / "crash_test"
@@ -484,6 +548,9 @@ def main() -> None:
     folder.mkdir(parents=True)
     validation_data = folder / "validation.txt"
     validation_data.write_text("".join(f"{rng.random()} and other words that nobody trains on\n" for _ in range(5000)))
+    if options.composed:
+        run_composed(folder, options, DiskFaults(folder))
+        return
     if options.storage == "s3":
         run_in_s3(folder, options.kills, options.faults, rng)
         return

@@ -1,5 +1,5 @@
-/* Disk fault injection: a library, loaded with LD_PRELOAD, that makes file operations of the C library fail or hang.
- * disk_faults.py compiles it, and writes the rules into a file that all processes map. */
+/* Disk fault injection: a library, loaded with LD_PRELOAD, that makes file operations of the C library fail or hang,
+ * and moves the wall clock. disk_faults.py compiles it, and writes the rules into a file that all processes map. */
 #define _GNU_SOURCE
 #include <dirent.h>
 #include <dlfcn.h>
@@ -14,6 +14,8 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/time.h>
+#include <time.h>
 #include <unistd.h>
 
 #define RULES 16
@@ -24,7 +26,7 @@ struct rule { /* as disk_faults.py packs it */
     int32_t error;   /* errno; 0: only the pause */
     int32_t rank;    /* environment's RANK; -1: any process */
     int32_t times;   /* how often it still strikes; -1: always */
-    int32_t seconds; /* pause before */
+    int32_t seconds; /* pause before; of "clock", by how much it is moved */
     int32_t skip;    /* how many matching operations it still lets pass */
 };
 
@@ -79,6 +81,38 @@ static int fails(const char *operation, int fd, const char *path) {
 }
 
 #define NEXT(name) ((__typeof__(&name))dlsym(RTLD_NEXT, #name))
+
+static time_t clock_offset(void) {
+    time_t offset = 0;
+    for (struct rule *rule = rules; rule && rule < rules + RULES && rule->operation[0]; rule++)
+        offset += strcmp(rule->operation, "clock") ? 0 : rule->seconds;
+    return offset;
+}
+
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    static __typeof__(&clock_gettime) next;
+    if (!next)
+        next = NEXT(clock_gettime);
+    int failed = next(clock, now);
+    if (!failed && (clock == CLOCK_REALTIME || clock == CLOCK_REALTIME_COARSE))
+        now->tv_sec += clock_offset();
+    return failed;
+}
+
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    int failed = NEXT(gettimeofday)(now, zone);
+    if (!failed)
+        now->tv_sec += clock_offset();
+    return failed;
+}
+
+time_t time(time_t *to) {
+    time_t now = NEXT(time)(NULL) + clock_offset();
+    if (to)
+        *to = now;
+    return now;
+}
+
 #define WRAPPED(type, failure, name, parameters, arguments, operation, fd, path)                                       \
     type name parameters {                                                                                             \
         return fails(operation, fd, path) ? (failure) : NEXT(name) arguments;                                          \

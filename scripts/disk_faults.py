@@ -1,4 +1,4 @@
-"""Inject disk faults into other processes: file operations of the C library fail, hang or return flipped bits.
+"""Inject faults into other processes: file operations of the C library fail, hang or return flipped bits.
 
     with DiskFaults(folder) as disk:
         process = subprocess.Popen(command, env={**os.environ, **disk.environment})
@@ -21,7 +21,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 COMPILER = (shutil.which("cc") or shutil.which("gcc")) if sys.platform == "linux" else None
 RULES = 16
 RULE = struct.Struct("16s224siiiii")
-OPERATIONS = ("open", "create", "read", "flip", "write", "fsync", "stat", "rename", "remove", "mkdir", "list")
+OPERATIONS = ("open", "create", "read", "flip", "write", "fsync", "stat", "rename", "remove", "mkdir", "list", "clock")
 
 
 class DiskFaults:
@@ -54,7 +54,8 @@ class DiskFaults:
 
         Args:
             operation: one of ``OPERATIONS``: to open for reading, to open for writing, ..., to list a folder. With
-                "flip" a read succeeds, and a bit in the middle of what it has read is another one.
+                "flip" a read succeeds, and a bit in the middle of what it has read is another one. "clock": see
+                ``move_clock``.
             error: 0 lets it hang only.
             rank: only in the process with this ``RANK``.
             times: how often; -1 until ``heal``.
@@ -69,6 +70,10 @@ class DiskFaults:
         self.rules[start + 1 : start + RULE.size] = rule[1:]
         self.rules[start : start + 1] = rule[:1]  # last: the rule holds when it is whole
         return self.count - 1
+
+    def move_clock(self, seconds: int) -> int:
+        """From now on the wall clock of the processes is ``seconds`` ahead; returns the number of this rule."""
+        return self.fail("clock", "", seconds=seconds)
 
     def has_struck(self, rule: int) -> bool:
         """Whether the rule of this number, made with ``times``, has struck so often, or is hanging the last time."""

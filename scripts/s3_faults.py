@@ -5,7 +5,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPResponse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,11 +18,16 @@ ANSWERS = {
     "error": (500, "InternalError"),
     "timeout": (400, "RequestTimeout"),
     "denied": (403, "AccessDenied"),
+    "expired": (400, "ExpiredToken"),
+    "no bucket": (404, "NoSuchBucket"),
+    "conflict": (409, "ConditionalRequestConflict"),
+    "precondition": (412, "PreconditionFailed"),
 }
-KINDS = (*ANSWERS, "reset", "lost answer", "truncate", "silence", "stale")
+KINDS = (*ANSWERS, "reset", "lost answer", "truncate", "silence", "stale", "short")
+CHECKSUMS = re.compile(r"content-md5|x-amz-(checksum-|content-sha256|decoded-content-length|sdk-checksum|trailer).*")
 
 
-@dataclass
+@dataclass(eq=False)
 class Fault:
     kind: str
     requests: re.Pattern[str]
@@ -30,6 +35,7 @@ class Fault:
     skip: int
     every: int
     seconds: float
+    key: str
     matches: int = 0
     count: int = 0
     """Requests that it has hit."""
@@ -41,7 +47,11 @@ class S3Faults:
 
     Kinds of faults: those of ``ANSWERS``; "reset": the connection is reset before the server has the request; "lost
     answer": after it has answered; "truncate": half of the answer's body is missing; "silence": no answer for
-    ``seconds``, then a reset; "stale": a listing is answered as the last time.
+    ``seconds``, then a reset; "stale": a listing is answered as the last time; "short": the server receives and keeps
+    half of the body, and its answer is that of a success.
+
+    "conflict" and "precondition" are the answers to a create in a race. S3 answers "conflict" (409) in place of the
+    create, and "precondition" (412) when the object exists, here because an attempt before has created it unnoticed.
     """
 
     def __init__(self, target: str, environment: dict[str, str]) -> None:
@@ -69,26 +79,38 @@ class S3Faults:
         skip: int = 0,
         every: int = 1,
         seconds: float = 3600,
+        key: str = "",
     ) -> Fault:
-        """Inject a fault into requests that contain a match of ``requests``: after ``skip``, one of ``every``."""
+        """Inject a fault into requests that contain a match of ``requests``: after ``skip``, one of ``every``.
+
+        Args:
+            key: only into requests that are signed with this access key, as one that has expired.
+        """
         assert kind in KINDS
-        fault = Fault(kind, re.compile(requests), times, skip, every, seconds)
+        fault = Fault(kind, re.compile(requests), times, skip, every, seconds, key)
         with self.lock:
             self.faults.append(fault)
         return fault
 
-    def heal(self) -> None:
-        """Remove all faults; what is silent is reset."""
+    def heal(self, fault: Fault | None = None) -> None:
+        """Remove a fault, or all of them; what is silent is reset."""
         with self.lock:
-            faults, self.faults = self.faults, []
+            faults = self.faults if fault is None else [other for other in self.faults if other is fault]
+            self.faults = [other for other in self.faults if other not in faults]
         for fault in faults:
             fault.over.set()
 
-    def hit(self, request: str) -> Fault | None:
+    def hit(self, request: str, headers: Mapping[str, str]) -> Fault | None:
         """The first fault of ``request``."""
+        creates = headers.get("If-None-Match") == "*"
+        key = re.search("Credential=([^/]*)/", headers.get("Authorization", ""))
         with self.lock:
             self.requests.append(request)
             for fault in self.faults:
+                if fault.kind in ("conflict", "precondition") and not creates:
+                    continue
+                if fault.key and (key is None or key[1] != fault.key):
+                    continue
                 if fault.requests.search(request):
                     fault.matches += 1
                     due = fault.matches > fault.skip and (fault.matches - fault.skip) % fault.every == 0
@@ -137,10 +159,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.connection.close()
 
-    def _forward(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
-        headers = {
-            k: v for k, v in self.headers.items() if k.lower() not in ("transfer-encoding", "connection", "expect")
-        }
+    def _forward(self, body: bytes, without: re.Pattern[str] | None = None) -> tuple[int, list[tuple[str, str]], bytes]:
+        names = [name for name in self.headers if name.lower() not in ("transfer-encoding", "connection", "expect")]
+        headers = {name: self.headers[name] for name in names if not (without and without.fullmatch(name.lower()))}
         headers["Content-Length"] = str(len(body))
         connection = HTTPConnection(self.proxy.target, timeout=60)
         try:
@@ -153,12 +174,14 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         name = f"{self.command} {unquote(self.path)}"
         body = self._body()
-        fault = self.proxy.hit(name)
+        fault = self.proxy.hit(name, self.headers)
         kind = fault.kind if fault else ""
         if fault and kind == "silence":
             fault.over.wait(fault.seconds)
         if kind in ("reset", "silence"):
             return self._reset()
+        if kind == "precondition":
+            self._forward(body)
         if kind in ANSWERS:
             status, code = ANSWERS[kind]
             content = f"<Error><Code>{code}</Code><Message>injected: {code}</Message></Error>".encode()
@@ -167,7 +190,7 @@ class _Handler(BaseHTTPRequestHandler):
         is_listing = self.command == "GET" and "list-type" in self.path
         if kind == "stale" and name in self.proxy.listings:
             return self._send(*self.proxy.listings[name])
-        answer = self._forward(body)
+        answer = self._forward(body[: len(body) // 2], CHECKSUMS) if kind == "short" else self._forward(body)
         if is_listing:
             self.proxy.listings[name] = answer
         if kind == "lost answer":

@@ -123,6 +123,8 @@ LISTED = {
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
     "python scripts/crash_test.py --kills 12 --faults 50": "takes long; tests/test_faults.py has a short version",
     "python scripts/crash_test.py --storage s3 --kills 50 --faults 50": "takes long; tests/test_s3_checkpoints.py",
+    "python scripts/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",
+    "python scripts/crash_test.py --storage s3 --composed 20": "takes long; tests/test_object_store.py",
     "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has a short version",
     "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": AVERAGED,
     'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': AVERAGED,

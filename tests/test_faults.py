@@ -16,12 +16,24 @@ from typing import Any
 from unittest.mock import patch
 
 import crash_test
+import crash_test_composed
 import psutil
 import pytest
 import torch
 from disk_faults import DiskFaults
 from forked_command import start_command
-from forked_run import CONFIG, TIMEOUT_SECONDS, TINY, ForkedRun, finish, patched_loss, saved_tensors, slow_steps
+from forked_run import (
+    CONFIG,
+    TIMEOUT_SECONDS,
+    TINY,
+    ForkedRun,
+    finish,
+    patched_loss,
+    same_tensors,
+    saved_tensors,
+    slow_steps,
+)
+from forkserver import context
 
 from torchtrain.checkpoint.format import read_manifest, verify
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
@@ -777,6 +789,60 @@ def test_run_with_all_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tm
     tensors, compared = crash_test.compare(run, uninterrupted, steps)
     assert tensors > 45
     assert compared > 10
+
+
+class ForkedScript:
+    """A start of ``crash_test_composed.Trial`` in forked processes; rank 0 is in place of the launcher."""
+
+    def __init__(self, dump: Path, checkpoints: str, data: Path, ranks: int, steps: int) -> None:
+        options = ("--checkpoint.folder", checkpoints, "--data.path", str(data), "--training.steps", str(steps))
+        options += ("--training.sums", "exact", "--faults.stop_grace_seconds", "2")
+        self.run = ForkedRun(dump, *options, ranks=ranks, hook=slow_steps)
+        self.launcher = self.ranks()[0]
+
+    def ranks(self) -> list[psutil.Process]:
+        return [psutil.Process(process.pid) for process in self.run.processes if process.exitcode is None]
+
+    def wait(self) -> int:
+        return self.run.wait()[0]
+
+    def end(self) -> None:
+        self.run.end()
+
+    def output(self) -> str:
+        return self.run.output()
+
+
+def test_run_with_composed_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path) -> None:
+    data = tmp_path / "training.jsonl"
+    crash_test.write_training_data(data)
+    trial = crash_test_composed.Trial(tmp_path, ForkedScript, data, disk, ranks_allowed=(1, 2), latest_seconds=1.5)
+    for seed, kinds in enumerate((["pause_rank", "clock", "full_disk"], ["layout", "move", "file_times", "kill_rank"])):
+        crash_test_composed.Round(trial, seed, random.Random(seed)).play(kinds)
+    steps = crash_test_composed.disturb(trial, 0, 0, []) + 4
+    uninterrupted = tmp_path / "uninterrupted"
+    for dump, checkpoints, ranks in ((trial.dump, trial.checkpoints, trial.ranks), (uninterrupted, "checkpoint", 2)):
+        assert ForkedScript(dump, checkpoints, trial.data, ranks, steps).wait() == 0
+    (trial.dump / trial.checkpoints).rename(trial.dump / "checkpoint")
+    assert same_tensors(saved_tensors(trial.dump, steps), saved_tensors(uninterrupted, steps))
+    lines = [crash_test.metrics_in(dump) for dump in (trial.dump, uninterrupted)]
+    assert crash_test.steps_that_differ(*lines) == []
+    assert len(crash_test.numbers_in(lines[0])) >= steps - 4
+
+
+def write_time(file: Path) -> None:
+    file.write_text(str(time.time()))
+
+
+@pytest.mark.parametrize("seconds", [0, -86400, 86400])
+def test_wall_clock_of_other_processes_can_be_moved(seconds: int, disk: DiskFaults, tmp_path: Path) -> None:
+    rule = disk.move_clock(86400)
+    disk.heal(rule)
+    disk.move_clock(seconds)
+    process = context().Process(target=write_time, args=(tmp_path / "now",))
+    process.start()
+    process.join()
+    assert float((tmp_path / "now").read_text()) == pytest.approx(time.time() + seconds, abs=60)
 
 
 def test_run_stops_one_grace_period_before_the_wall_clock_limit(monkeypatch: pytest.MonkeyPatch) -> None:

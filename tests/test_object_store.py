@@ -5,6 +5,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import fsspec
@@ -14,10 +15,11 @@ from s3_faults import S3Faults
 from s3_server import ENVIRONMENT, S3Server
 
 from torchtrain import object_store
+from torchtrain.checkpoint.storage import StagedCheckpoint, WriterLease
 from torchtrain.datasets.data_folder import open_folder
-from torchtrain.errors import ConfigError, StorageError
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.object_store import PAUSES_SECONDS, with_store_retries
-from torchtrain.plugins.object_storage.storage import ObjectStore
+from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
 
@@ -164,6 +166,129 @@ def test_denied_request_is_not_retried(proxy: S3Faults) -> None:
     with pytest.raises(ConfigError, match="access is denied"):
         ObjectStore("s3://bucket", "checkpoint.folder").read("a")
     assert len(proxy.requests) == 1
+
+
+def test_expired_credentials_are_read_again(
+    proxy: S3Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+    monkeypatch.setattr("torchtrain.object_store.logger.propagate", True)
+
+    def renew(key: str) -> None:
+        file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+
+    renew("first")
+    store = ObjectStore("s3://bucket/expired", "checkpoint.folder")
+    requests: tuple[Callable[[], object], ...] = (
+        lambda: store.write("a", b"content"),
+        lambda: store.size_bytes("a"),  # a HEAD request, whose answer has no error code
+        lambda: store.read("a"),
+        lambda: store.names(),
+        lambda: store.uploads(),
+    )
+    store.write("a", b"content")
+    for number, request in enumerate(requests):
+        proxy.fail("expired", key="first" if number == 0 else f"key{number - 1}")
+        with pytest.raises(ConfigError, match="access is denied"):
+            request()
+        renew(f"key{number}")
+        request()
+    assert "the store's credentials have expired, and are read again: " in caplog.messages[-1]
+    assert store.read("a") == b"content"
+
+
+@pytest.mark.parametrize("kind", ["conflict", "precondition"])
+def test_of_two_creates_in_a_race_one_succeeds(kind: str, proxy: S3Faults) -> None:
+    stores = [ObjectStore(f"s3://bucket/{kind}", "checkpoint.folder") for _ in range(2)]
+    fault = proxy.fail(kind, times=1)
+    stores[0].create("a", b"of the first")
+    assert fault.count == 1
+    fault = proxy.fail(kind, times=1)
+    with pytest.raises(FileExistsError):
+        stores[1].create("a", b"of the second")
+    assert fault.count == 1
+    assert stores[1].read("a") == b"of the first"
+
+
+LEASE = WriterLease(1, "0123abcd" * 4, "run")
+
+
+def acquired(url: str) -> ObjectStorage:
+    storage = ObjectStorage(url)
+    storage.write_lease(LEASE)
+    return storage
+
+
+def save(storage: ObjectStorage, step: int) -> StagedCheckpoint:
+    """Commit a checkpoint of one file."""
+    staged = storage.stage(step, LEASE)
+    with staged.create("__0_0.distcp") as file:
+        file.write(b"tensors" * 100)
+    try:
+        staged.commit(b"{}" * 100, {"__0_0.distcp": 700}, lambda: False, lambda: storage.check_lease(LEASE))
+    except CheckpointError:
+        staged.discard()
+        raise
+    return staged
+
+
+def test_bucket_that_is_missing_for_a_moment_is_not_an_empty_one(proxy: S3Faults) -> None:
+    url = "s3://bucket/missing"
+    save(acquired(url), 2)
+    number = 0
+    messages: list[str] = []
+    while True:
+        fault = proxy.fail("no bucket", times=1, skip=number)
+        try:
+            storage = ObjectStorage(url)
+            assert storage.steps() == [2]
+            storage.acquire_lease("run")
+            checkpoint = storage.open(2)
+            assert checkpoint.size_bytes("__0_0.distcp") == 700
+            assert checkpoint.read("__0_0.distcp") == b"tensors" * 100
+        except ConfigError as error:
+            messages.append(str(error))
+        proxy.heal()
+        assert ObjectStorage(url).steps() == [2]
+        if not fault.count:
+            break
+        number += 1
+    assert 5 < len(messages) < number
+    assert {message.partition(": nothing")[0] for message in messages} == {
+        "checkpoint.folder = 's3://bucket/missing' cannot be used: injected: NoSuchBucket; create the bucket, or start "
+        "again once the store has it"
+    }
+
+
+@pytest.mark.parametrize(
+    ("object_", "message"), [("distcp", "has 350 bytes, not 700"), ("manifest.json", "has kept only a part of it")]
+)
+def test_object_of_a_save_that_is_stored_short_is_a_failed_save(object_: str, message: str, proxy: S3Faults) -> None:
+    storage = acquired(f"s3://bucket/short-{object_[:3]}")
+    save(storage, 2)
+    fault = proxy.fail("short", f"PUT .*{object_}", times=1)
+    with pytest.raises(DamagedError, match=message):
+        save(storage, 4)
+    assert fault.count == 1
+    assert ObjectStorage(storage.location).steps() == [2]
+    save(storage, 4)
+    assert ObjectStorage(storage.location).steps() == [2, 4]
+
+
+@pytest.mark.parametrize("writes", [2, 9])
+def test_lease_that_is_stored_short_is_written_again(writes: int, proxy: S3Faults) -> None:
+    url = f"s3://bucket/short-lease-{writes}"
+    proxy.fail("short", "PUT .*lease", times=writes)
+    if writes > 2:
+        with pytest.raises(StorageError, match=r"has kept only a part of it\. Start again later"):
+            acquired(url)
+        return
+    save(acquired(url), 2)
+    assert ObjectStorage(url).read_lease() == LEASE
+    assert ObjectStorage(url).steps() == [2]
 
 
 def test_rank_that_logs_only_errors_reports_failing_requests_once(

@@ -74,6 +74,9 @@ _TRANSIENT_CODES = {
     "ThrottlingException",
     "XAmzContentSHA256Mismatch",
 }
+# Error codes of S3 for credentials that were valid before. The answer to a HEAD request has only its status, 400.
+_EXPIRED_CODES = {"ExpiredToken", "ExpiredTokenException", "InvalidAccessKeyId", "TokenRefreshRequired"}
+_MISSING_BUCKET_CODES = {"NoSuchBucket", "ContainerNotFound"}  # of S3 and Azure
 # Names of exception types of botocore, aiohttp, requests, google-auth, azure-core and fsspec, which are not imported.
 _TRANSIENT_TYPES = {
     "ClientConnectionError",
@@ -139,11 +142,28 @@ def open_file_system(url: str, option: str) -> tuple[fsspec.AbstractFileSystem, 
 
 
 def with_timeout(file_system: fsspec.AbstractFileSystem, method: str, size_bytes: int = 0) -> Callable[..., Any]:
-    """The ``method`` of ``file_system``; it fails after a time that suffices for a request of ``size_bytes``."""
+    """The ``method`` of ``file_system``; it fails after a time that suffices for a request of ``size_bytes``.
+
+    If the credentials of S3 have expired, it reads them again from their source, and is called once more.
+    """
     call: Callable[..., Any] = getattr(file_system, method)
     if isinstance(file_system, AsyncFileSystem):
-        return partial(call, timeout=REQUEST_SECONDS + size_bytes / MIN_BYTES_PER_SECOND)
-    return call
+        call = partial(call, timeout=REQUEST_SECONDS + size_bytes / MIN_BYTES_PER_SECOND)
+    return partial(_with_new_credentials, file_system, call) if hasattr(file_system, "set_session") else call
+
+
+def _with_new_credentials(file_system: Any, call: Callable[..., T], *args: Any, **options: Any) -> T:
+    handled = sys.exc_info()[1]
+    try:
+        return call(*args, **options)
+    except Exception as error:  # each client has its own exception types
+        chain = causes(error, handled)
+        if not _have_expired(chain):
+            raise
+        logger.warning("the store's credentials have expired, and are read again: %s", _reason(chain))
+    # botocore renews credentials with a known end by itself, but reads those of a file only once.
+    file_system.connect(refresh=True)
+    return call(*args, **options)
 
 
 def with_store_retries(
@@ -163,7 +183,7 @@ def with_store_retries(
 
     Raises:
         FileNotFoundError, FileExistsError, ...: the object does not exist (``MISSING``), or exists already.
-        ConfigError: credentials are missing, permission is denied, or the request is invalid.
+        ConfigError: credentials are missing or have expired, permission is denied, or the request is invalid.
         StorageError: the last attempt failed with a transient error.
     """
     began, has_reported = time.monotonic(), False
@@ -323,7 +343,21 @@ def _type_names(chain: Sequence[BaseException]) -> set[str]:
     return {kind.__name__ for error in chain for kind in type(error).__mro__}
 
 
+def is_missing_bucket(error: BaseException) -> bool:
+    """Whether an error about a missing object says that its whole bucket is missing."""
+    return any({error_code(e), getattr(e, "error_code", None)} & _MISSING_BUCKET_CODES for e in causes(error))
+
+
+def _have_expired(chain: Sequence[BaseException]) -> bool:
+    heads = (getattr(error, "operation_name", "").startswith("Head") for error in chain)
+    return any(error_code(error) in _EXPIRED_CODES for error in chain) or (
+        any(heads) and any(_status(error) == 400 for error in chain)
+    )
+
+
 def _is_denied(chain: Sequence[BaseException]) -> bool:
+    if _have_expired(chain):
+        return True
     if any(error_code(error) in _TRANSIENT_CODES for error in chain):
         return False
     if any(_status(error) in (401, 403) for error in chain) or _type_names(chain) & _DENIED_TYPES:

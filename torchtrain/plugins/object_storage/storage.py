@@ -46,6 +46,7 @@ from torchtrain.logging import logger
 from torchtrain.object_store import (
     MIN_ATTEMPTS,
     error_code,
+    is_missing_bucket,
     open_file_system,
     upload_file,
     with_store_retries,
@@ -58,6 +59,7 @@ MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|d
 LEASE_FILE = re.compile(r"[0-9]{8,}\.json")
 ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``ObjectStore.check_access``
 EXPORT, EXPORT_ORIGIN = "hf", "hf_made_from.json"  # folder of the export, and what it was made from
+HEAD_METHODS = ("info", "cat_file")  # of fsspec, which begin with a HEAD request
 REQUESTS = 8  # at a time
 FILES_AT_ONCE = 4  # which a rank writes, or reads
 RANGES_AT_ONCE = 4  # of one file
@@ -67,8 +69,8 @@ RANGE_BYTES = 16 * 2**20  # size of a range read; smaller reads are served from 
 class ObjectStore:
     """The objects below a URL, with retries. Names are relative to it.
 
-    All methods raise FileNotFoundError for a missing object, ConfigError without rights, and StorageError if the store
-    does not answer.
+    All methods raise FileNotFoundError for a missing object, ConfigError without rights or without a bucket, and
+    StorageError if the store does not answer.
     """
 
     def __init__(self, url: str, option: str) -> None:
@@ -89,7 +91,20 @@ class ObjectStore:
         file_system, root = self._opened
         path = f"{root}/{name}" if name else root
         call = partial(with_timeout(file_system, method, size_bytes), path, *args, **options)
-        result = with_store_retries(call, self.url_of(name), on_retry=partial(setattr, self, "problem"))
+        # S3's answer to a HEAD request does not say whether the object is missing, or the bucket for a moment: repeat.
+        for attempts_left in (1, 0) if method in HEAD_METHODS else (0,):
+            try:
+                result = with_store_retries(call, self.url_of(name), on_retry=partial(setattr, self, "problem"))
+                break
+            except MISSING as error:
+                if is_missing_bucket(error):
+                    # Taken for an empty one, a start would begin a new run, and remove the checkpoints later.
+                    raise ConfigError(
+                        f"{self.option} = {self.url!r} cannot be used: {error}; create the bucket, or start again once "
+                        "the store has it: nothing is lost"
+                    ) from error
+                if not attempts_left:
+                    raise
         self.problem = ""
         return result
 
@@ -119,6 +134,13 @@ class ObjectStore:
         except MISSING:
             return False
         return True
+
+    def is_whole(self, name: str, content: bytes) -> bool:
+        """Whether the store has kept all bytes of what was written; also True if it was deleted since."""
+        try:
+            return self.size_bytes(name) == len(content)
+        except MISSING:
+            return True
 
     def size_bytes(self, name: str) -> int:
         return int(self._request("info", name)["size"])
@@ -338,6 +360,8 @@ class ObjectStagedCheckpoint(StagedCheckpoint):
             replaced = self.storage.folder_of(self.step) if before_commit() else None
             self._require_lease = require_lease
             self.storage.store.create(f"{self.folder}/{MANIFEST}", manifest)
+            if not self.storage.store.is_whole(f"{self.folder}/{MANIFEST}", manifest):
+                raise DamagedError(f"{self.location}/{MANIFEST}: the store has kept only a part of it")
             require_lease()  # otherwise the checkpoint may not count
             return self.storage.mark(replaced, "superseded", require_lease) if replaced else ""
 
@@ -553,15 +577,18 @@ class ObjectStorage(CheckpointStorage):
             state = self._state()
             self._own = _Record(lease, sorted(state.complete.values()), state.aside, state.record.since)
         assert self._own is not None
+        name, content = _lease_file(lease.generation), _encoded(self._own)
         try:
-            self.store.create(_lease_file(lease.generation), _encoded(self._own))
+            self.store.create(name, content)
         except FileExistsError:
             raise superseded(self.read_lease(), lease, self.location) from None
         except MISSING as error:
             raise CheckpointError(f"{self.location} cannot be written: {error}") from error
+        if not self.store.is_whole(name, content):
+            self._replace_lease(name, content)
         now = self.read_lease()
         if now.id != lease.id:  # this start was so slow that leases of this number have come and gone
-            self.store.delete(_lease_file(lease.generation))
+            self.store.delete(name)
             raise superseded(now, lease, self.location)
         if not renewed:
             self._rewrite_lease()
@@ -575,7 +602,14 @@ class ObjectStorage(CheckpointStorage):
         own = {folder for folder in state.complete.values() if _generation(folder) == lease.generation}
         complete = sorted(set(state.complete.values()) - own)
         self._own, self._read = _Record(lease, complete, state.aside, lease.generation), None
-        self.store.write(_lease_file(lease.generation), _encoded(self._own))
+        self._replace_lease(_lease_file(lease.generation), _encoded(self._own))
+
+    def _replace_lease(self, name: str, content: bytes) -> None:
+        for _ in range(MIN_ATTEMPTS):
+            self.store.write(name, content)
+            if self.store.is_whole(name, content):
+                return
+        raise StorageError(f"{self.store.url_of(name)}: the store has kept only a part of it. Start again later")
 
     def check_lease(self, lease: WriterLease) -> None:
         names = self._lease_names()
