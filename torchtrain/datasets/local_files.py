@@ -2,6 +2,7 @@
 
 import ast
 import fcntl
+import io
 import itertools
 import math
 import os
@@ -10,6 +11,7 @@ import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +19,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from torchtrain.datasets.conversion_cache import Record, copies_folder
+from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
@@ -104,7 +107,7 @@ def open_standard_library_docs() -> LocalText:
     return LocalText(
         texts,
         "the docstrings of the Python standard library",
-        lambda whole=False: f"{len(texts)} documents, hash {digest}",  # noqa: ARG005
+        lambda whole=False: Identity(f"{len(texts)} documents, hash {digest}"),  # noqa: ARG005
         sum(len(text.encode()) for text in texts),
     )
 
@@ -154,7 +157,7 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
                     if path.exists():
                         logger.warning("%s, the converted copy of %s, is damaged and is converted again", path, label)
                     counts = _convert(files, column, label, path, stats, skip_not_utf8)
-                    record = Record(source, path.stat().st_size, hash_of(path), **counts)
+                    record = Record(source.text, path.stat().st_size, hash_of(path), **counts)
                     record.write(path)
         dataset = datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -174,10 +177,10 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
 
-    def identity(whole: bool = False) -> str:
-        return identity_of(files, whole=True) if whole else source  # of the files at the time of their conversion
+    def identify_source(whole: bool = False) -> Identity:
+        return identify(files, whole=True) if whole else source  # of the files at the time of their conversion
 
-    return DatasetText(dataset, label, identity, record.text_bytes)
+    return DatasetText(dataset, label, identify_source, record.text_bytes)
 
 
 def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
@@ -273,28 +276,31 @@ def documents_of(
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
 
 
-def identity_of(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> str:
-    """Number, total size and hash of ``files``, independent of their folder and names.
+def identify(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> Identity:
+    """Number, total size and hash of ``files``, independent of their folder and names; and their table.
 
     The hash is of formats, sizes and content, in the order of the files; of a file above 1 MiB, of three blocks only,
     unless ``whole``. If some content is not hashed, and the total size is at most ``verify_bytes``, a second hash of
     all content is added.
     """
-    sizes, digest = _digest_of(files, whole)
+    sizes, digest, table = _digest_of(files, whole)
     text = f"{len(files)} file(s) of {sum(sizes):,} bytes, hash {digest}"
     if whole or sum(sizes) > verify_bytes or max(sizes, default=0) <= _WHOLE_BYTES:
-        return text
-    return f"{text}, content {_digest_of(files, whole=True)[1]}"
+        return Identity(text, table)
+    _, content, table_of_content = _digest_of(files, whole=True)
+    pairs = zip(table.files, table_of_content.files, strict=True)
+    entries = [a if a.hash == b.hash else replace(a, content=b.hash) for a, b in pairs]
+    return Identity(f"{text}, content {content}", replace(table, files=entries))
 
 
-def identity_and_key(files: Sequence[Path], verify_bytes: float, *options: object) -> tuple[str, str]:
+def identity_and_key(files: Sequence[Path], verify_bytes: float, *options: object) -> tuple[Identity, str]:
     """The identity of ``files``, and a name for their copy that is converted with ``options``.
 
     The name depends on the content. Since content above ``verify_bytes`` is not hashed in full, it also depends on the
     times of the files, among them the change time of the inode, which users cannot set.
     """
-    identity = identity_of(files, verify_bytes)
-    return identity, xxhash.xxh3_128_hexdigest(repr((options, identity, _stats(files))).encode())
+    identity = identify(files, verify_bytes)
+    return identity, xxhash.xxh3_128_hexdigest(repr((options, identity.text, _stats(files))).encode())
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
@@ -303,32 +309,42 @@ def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
     return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
 
 
-def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
-    """Size of each of ``files``, and the hash of all as in ``identity_of``."""
+def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str, FileTable]:
+    """Size of each of ``files``, the hash of all as in ``identify``, and a table with the hash of each."""
     digest, sizes = xxhash.xxh3_128(), []
+    entries: list[DataFile] = []
     on_disk = [with_retries(path.stat, path).st_size for path in files]
     to_read = [size if whole or size <= _WHOLE_BYTES else 3 * _BLOCK_BYTES for size in on_disk]
     for path in progress(zip(files, to_read, strict=True), "hashing the data", sum(to_read)):
-        size, digest = with_retries(partial(_with_file, digest, path, whole), path)
+        size, digest, own = with_retries(partial(_with_file, digest, path, whole), path)
         sizes.append(size)
-    return sizes, digest.hexdigest()[:16]
+        if len(entries) < MAX_FILES:
+            entries.append(DataFile(str(path), size, own.hexdigest()[:HASH_DIGITS]))
+    return sizes, digest.hexdigest()[:16], FileTable(entries, len(files))
 
 
-def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128]:
-    """Size of a file, and a copy of the digest ``before`` that is updated with the file as in ``identity_of``."""
-    digest = before.copy()
+def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128, xxhash.xxh3_128]:
+    """Size of a file, a copy of the digest ``before`` that is updated with the file as in ``identify``, and a digest of
+    the file alone."""
+    digests = before.copy(), xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
-        digest.update(f"{kind_of(path.name)}\0{size}\0".encode())
-        file.seek(0)
-        if whole or size <= _WHOLE_BYTES:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-            return size, digest
-        for start in (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES):
-            file.seek(start)
-            digest.update(file.read(_BLOCK_BYTES))
-    return size, digest
+        for part in _hashed_parts(file, kind_of(path.name), size, whole):
+            for digest in digests:
+                digest.update(part)
+    return size, *digests
+
+
+def _hashed_parts(file: io.FileIO, kind: tuple[str, str], size: int, whole: bool) -> Iterator[bytes]:
+    """What the hash of a file is computed from."""
+    yield f"{kind}\0{size}\0".encode()
+    file.seek(0)
+    if whole or size <= _WHOLE_BYTES:
+        yield from iter(lambda: file.read(BLOCK_BYTES), b"")
+        return
+    for start in (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES):
+        file.seek(start)
+        yield file.read(_BLOCK_BYTES)
 
 
 def _may_be_read(file: Path, label: str, skip_not_utf8: bool) -> bool:
@@ -367,7 +383,7 @@ def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> Local
     pieces = _Pieces(files)
     if not pieces:
         raise DataError(f"{label} has no documents")
-    return LocalText(pieces, label, partial(identity_of, files, verify_bytes), pieces.total_bytes)
+    return LocalText(pieces, label, partial(identify, files, verify_bytes), pieces.total_bytes)
 
 
 class _Pieces:

@@ -42,9 +42,9 @@ from torchtrain.datasets.input_splits import (
     ShardedFiles,
     ShardedInput,
 )
-from torchtrain.datasets.local_files import are_plain_text, find_text_files, identity_of, log_malformed, log_not_utf8
+from torchtrain.datasets.local_files import are_plain_text, find_text_files, identify, log_malformed, log_not_utf8
 from torchtrain.datasets.packing import DocumentSource, text_bytes
-from torchtrain.datasets.remote_files import find_remote_files, identity_of_remote
+from torchtrain.datasets.remote_files import find_remote_files, identify_remote
 from torchtrain.datasets.text_sources import PAUSES_SECONDS
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
@@ -142,22 +142,24 @@ def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
             remote = find_remote_files(source.paths, label, option)
 
             def identity_now() -> str:
-                return identity_of_remote(find_remote_files(source.paths, label, option), context.verify_bytes)
+                return identify_remote(find_remote_files(source.paths, label, option), context.verify_bytes).text
 
             paths = [local_path(file.url) for file in remote]
             inputs = [
                 RemoteInputFile(file) if path is None else LocalInputFile(path)
                 for file, path in zip(remote, paths, strict=True)
             ]
-            identity = partial(identity_of_remote, remote, context.verify_bytes)
-            return make_input(inputs, identity=identity, identity_now=None if any(paths) else identity_now)
+            return make_input(
+                inputs,
+                identify=partial(identify_remote, remote, context.verify_bytes),
+                identity_now=None if any(paths) else identity_now,
+            )
         found = find_text_files(
             source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
         )
         files = [LocalInputFile(file) for file in found]
         if not are_plain_text(found):
-            identity = partial(identity_of, found, context.verify_bytes)
-            return make_input(files, identity=identity)
+            return make_input(files, identify=partial(identify, found, context.verify_bytes))
     opened = open_source(replace(source, download=True), context)
     if not isinstance(opened, DocumentSource):
         raise DataError(
