@@ -179,7 +179,7 @@ def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
     assert sum(shard.documents for shard in shards) == len(texts)
     assert sum(shard.tokens for shard in shards) == sum(map(len, encoded))
     assert sum(shard.bytes for shard in shards) == sum(len(text.encode()) for text in texts)
-    assert sum(shard.skipped for shard in shards) == 2
+    assert sum(shard.skipped for shard in shards) == 3
     starts = [np.fromfile(folder / f"{shard.name}.documents", "<i8") for shard in shards]
     assert [length for offsets in starts for length in np.diff(offsets)] == [len(document) for document in encoded]
 

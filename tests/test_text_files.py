@@ -494,6 +494,26 @@ def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(tmp_pat
     assert texts(tmp_path) == DOCUMENTS
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "binary.parquet"])
+def test_empty_documents_are_counted_as_rows_without_text(tmp_path: Path, name: str) -> None:
+    rows: list[dict[str, Any]] = [{"text": text} for text in ("a", "", "b", "")]
+    contents = {
+        "a.jsonl": "\n".join(map(json.dumps, rows)) + "\n\nmalformed\n",
+        "a.json": json.dumps(rows),
+        "a.csv": 'text,n\na,1\n"",2\nb,3\n,4\n\n',
+    }
+    if name.endswith(".parquet"):
+        values = [row["text"].encode() if name == "binary.parquet" else row["text"] for row in rows]
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text(contents[name])
+    source = open_files([str(tmp_path / name)], "text", "data.path")
+    assert [text for text in source.read_all(range(source.parts)) if text != ""] == ["a", None, "b", None]
+    manifest = prepare(SourceConfig(path=str(tmp_path / name)), "data", "", tmp_path / "prepared", processes=1)
+    assert manifest is not None
+    assert sum(shard.skipped for shard in manifest.shards) == 2
+
+
 @pytest.mark.parametrize("first", ["", "\n", "\ufeff", "\ufeff\n", '{"n": 1}\n', "not json\n", "[1]\n", '"\u2028"\n'])
 def test_first_line_may_be_empty_or_malformed(tmp_path: Path, first: str) -> None:
     (tmp_path / "a.jsonl").write_text(first + LINES, encoding="utf-8")

@@ -75,7 +75,7 @@ def run(config: JobConfig) -> int:
         shards = manifest.shards
         logger.setLevel(logging.INFO)  # the process that finishes last reports the result, whatever its rank
         logger.info(
-            "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
+            "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are empty, null or not text); "
             "to train on it: --data.path %s",
             folder,
             *(f"{sum(getattr(shard, field) for shard in shards):,}" for field in ("tokens", "documents", "bytes")),

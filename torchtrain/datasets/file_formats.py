@@ -1,6 +1,7 @@
 """Read the documents of one file: JSON lines, JSON, CSV, plain text, Parquet and Arrow.
 
-A row without text yields None. A blank or malformed line yields "", so that document numbers equal row numbers.
+A row without text, or with an empty one, yields None. A blank or malformed line yields "", so that document numbers
+equal row numbers.
 The libraries of a format are imported when a file of that format is read: other data do not need them.
 """
 
@@ -163,9 +164,9 @@ def require_text(column: str, schema: Any) -> None:
 
 
 def decode_value(value: str | bytes | None, location: str) -> str | None:
-    """The text of a value in a text or binary column; NotUTF8Error if a binary value is not UTF-8."""
+    """The text of a value in a text or binary column, None if it is empty; NotUTF8Error if the value is not UTF-8."""
     try:
-        return value.decode() if isinstance(value, bytes) else value
+        return (value.decode() if isinstance(value, bytes) else value) or None
     except UnicodeDecodeError as error:
         raise _not_utf8_value(location, error) from None
 
@@ -261,7 +262,7 @@ def _texts(
                 columns.update(dict.fromkeys(row))
             if column in row:
                 kinds.add(type(row[column]).__name__)
-            yield row[column] if isinstance(row.get(column), str) else None
+            yield row[column] or None if isinstance(row.get(column), str) else None
             continue
         if line := str(row).strip():
             begin = begin or line[:40]
@@ -332,7 +333,7 @@ def _table(
                 f"{delimiter!r} in it"
             )
         elif index < len(row):
-            yield row[index]
+            yield row[index] or None
         else:
             on_malformed(f"line {first}")
             yield ""

@@ -49,7 +49,7 @@ from torchtrain.files import (
 from torchtrain.logging import logger
 from torchtrain.progress import ProgressBar, progress
 
-_CONVERSION = 2  # version of the conversion: increase it if the same files are converted to other documents
+_CONVERSION = 3  # version of the conversion: increase it if the same files are converted to other documents
 _ROWS = 1000  # number of rows in a batch of a converted copy
 _WHOLE_BYTES = 1 << 20  # files up to this size are hashed in full for their identity
 _BLOCK_BYTES = 1 << 16  # of larger files, three blocks of this size are hashed
