@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from forked_run import ForkedRun
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, local_files
+from torchtrain.datasets import file_formats, local_files, mixed_folder
 from torchtrain.datasets.builtin_sources import open_tokenized
 from torchtrain.datasets.local_files import open_files
 from torchtrain.datasets.tokenize_dataset import prepare
@@ -485,13 +486,57 @@ def test_folder_with_several_formats_raises_an_error_with_a_valid_config(tmp_pat
     assert sum(source.weight for source in sources) == pytest.approx(1, abs=0.02)
 
 
-def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(tmp_path: Path) -> None:
+def test_tables_for_a_mixed_folder_have_shares_of_text_and_name_what_is_left_out(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [" ".join(rng.choice(("alpha", "beta", "gamma")) for _ in range(200)) for _ in range(3000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row, "id": row[:300]}) + "\n" for row in rows[:1200]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows[1200:]}), tmp_path / "b.parquet", compression="zstd")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for number in range(7):
+        (tmp_path / f"{number}.md").write_text(rows[number])
+    with pytest.raises(DataError, match=r"each weight is the estimated share of the text") as error:
+        open_files([str(tmp_path)], "text", "data.path")
+    pasted = str(error.value).partition("\n\n")[2]
+    assert "# 7 .md file(s) are left out, since such files often describe the data. To read them, remove" in pasted
+    tables = [line.removeprefix("# ") for line in pasted.splitlines() if not line.startswith("# 7")]
+    (tmp_path / "run.toml").write_text("\n".join(tables))
+    sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).data.sources
+    sizes = [sum(map(len, part)) for part in (rows[:1200] * 2, rows[1200:], rows[:7])]
+    assert [source.paths[0].rpartition(".")[2] for source in sources] == ["jsonl", "parquet", "md"]
+    for source, size in zip(sources, sizes, strict=True):
+        assert source.weight == pytest.approx(size / sum(sizes[:2]), rel=0.1)
+
+
+def test_share_of_text_in_a_large_file_is_estimated_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_folder, "SAMPLED_BYTES", 1 << 20)
+    monkeypatch.setattr(mixed_folder, "SAMPLED_ROWS", 100)
+    rows = [f"row {number:05} " * 100 for number in range(6000)]
+    content = "".join(json.dumps({"text": row, "other": row}) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
+    (tmp_path / "a.txt").write_bytes("".join(rows).encode())
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [b"caf\xe9"]}), tmp_path / "damaged.parquet")
+    for file in tmp_path.glob("a.*"):
+        assert mixed_folder.estimate_text_bytes([file], "text") == pytest.approx(sum(map(len, rows)), rel=0.1), file
+    damaged = tmp_path / "damaged.parquet"
+    assert mixed_folder.estimate_text_bytes([damaged], "text") == damaged.stat().st_size
+
+
+def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "README.md").write_text("# about")
     assert texts(tmp_path) == ["# about"]
     (tmp_path / "metadata.csv").write_text("text\nabout\n")
     assert texts(tmp_path) == ["about"]
     (tmp_path / "a.jsonl").write_text(LINES)
+    log.clear()
     assert texts(tmp_path) == DOCUMENTS
+    names = f"{tmp_path / 'README.md'}, {tmp_path / 'metadata.csv'}"
+    assert f"left out 2 .csv and .md file(s), since such files often describe the data: {names}; to read" in log.text
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "binary.parquet"])

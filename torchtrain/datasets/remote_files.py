@@ -14,6 +14,7 @@ import xxhash
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
 from torchtrain.datasets.local_files import identify
+from torchtrain.datasets.mixed_folder import kinds_of_descriptions, log_left_out
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
@@ -133,8 +134,9 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
         prefix = len(path.strip("/"))
         hidden = {name for name, _ in entries if "/." in name.strip("/")[prefix:]}
         entries = [(name, info) for name, info in entries if name not in hidden and kind_of(name)[0]]
-        for description in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
-            entries = [entry for entry in entries if kind_of(entry[0])[0] not in description] or entries
+        of_descriptions = kinds_of_descriptions(name for name, _ in entries)
+        log_left_out(label, [name for name, _ in entries if kind_of(name)[0] in of_descriptions])
+        entries = [entry for entry in entries if kind_of(entry[0])[0] not in of_descriptions]
         if not entries:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
     is_suffix = url.rstrip("/").endswith(path)  # so that URLs of files begin as the given one does
