@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import file_formats, local_files, mixed_folder
 from torchtrain.datasets.builtin_sources import open_tokenized
+from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
 from torchtrain.datasets.local_files import open_files
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import DataError, StorageError
@@ -453,7 +455,7 @@ def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCap
         (tmp_path / "run.toml").write_text(f"[data]\npath = {json.dumps(path)}\nskip_not_utf8 = true\n")
         for _ in range(2):
             source = opened_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data)
-            assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {invalid}" in log.text
+            assert f"skipped 1 of 4 file(s) that are not UTF-8: {invalid}" in log.text
             log.clear()
         documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
         assert [text for unit in range(source.parts) for _, text in source.read(unit, 0)] == documents * 3
@@ -537,6 +539,39 @@ def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(
     assert texts(tmp_path) == DOCUMENTS
     names = f"{tmp_path / 'README.md'}, {tmp_path / 'metadata.csv'}"
     assert f"left out 2 .csv and .md file(s), since such files often describe the data: {names}; to read" in log.text
+
+
+def test_all_files_that_are_not_utf8_are_named(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    bad = [f"{number}.{kind}" for kind in ("jsonl", "txt") for number in range(8)]
+    for name in bad:
+        (tmp_path / name).write_bytes(b'{"text": "caf\xe9"}\n')
+    for kind in ("jsonl", "txt"):
+        (tmp_path / f"good.{kind}").write_text('{"text": "a"}\n')
+        names = [str(tmp_path / f"{number}.{kind}") for number in range(8)]
+        others = f"7 other file(s) are not UTF-8 either: {', '.join(names[1:6])} and 2 others"
+        for verify_bytes in (0, math.inf):
+            with pytest.raises(DataError, match=rf"^{names[0]}: .*is not UTF-8 at byte 13.*{re.escape(others)}$"):
+                open_files([f"{tmp_path}/*.{kind}"], "text", "data.path", verify_bytes)
+        log.clear()
+        open_files([f"{tmp_path}/*.{kind}"], "text", "data.path", skip_not_utf8=True)
+        skipped = f"skipped 8 of 9 file(s) that are not UTF-8: {', '.join(names[:5])} and 3 others"
+        assert skipped in log.text
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 1 << 20])
+def test_check_of_the_encoding_finds_the_place_of_an_error_in_any_block(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_formats, "_BLOCK_BYTES", block)
+    valid = '{"text": "é€𝄞"}\n'.encode()
+    for content, place in (
+        (valid + b'{"text": "\xe9"}', len(valid) + 10),
+        (valid + '{"text": "€'.encode()[:-1], len(valid) + 10),
+    ):
+        with pytest.raises(NotUTF8Error, match=rf"line 2 is not UTF-8 at byte {place} of the text"):
+            require_utf8_file(io.BytesIO(content), "a.jsonl", whole=True)
+    require_utf8_file(io.BytesIO(valid * 3), "a.jsonl", whole=True)
+    require_utf8_file(io.BytesIO("é€𝄞".encode()), "a.jsonl", whole=False)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "binary.parquet"])

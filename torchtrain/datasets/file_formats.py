@@ -372,6 +372,32 @@ def require_utf8(head: bytes) -> None:
         raise NotUTF8Error(f"it is not UTF-8 at byte {offset}; convert the file, as by iconv, or leave it out")
 
 
+def require_utf8_file(raw: BinaryIO, name: str, *, whole: bool) -> None:
+    """Raise NotUTF8Error if a file of a text format is not UTF-8; without ``whole``, only its first block is read."""
+    kind, compression = kind_of(name)
+    if kind in ("parquet", "arrow"):
+        return
+    blocks: Iterator[bytes] = itertools.islice(_decompressed(raw, compression), None if whole else 1)
+    if kind in ("txt", "md"):
+        first = next(blocks, b"")
+        require_utf8(first[:HEAD_BYTES])
+        blocks = itertools.chain([first], blocks)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, line = 0, 1
+    for block in itertools.chain(blocks, [b""] if whole else []):
+        begun = len(decoder.getstate()[0])  # bytes of a character that the block before began
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+            raise NotUTF8Error(
+                f"line {line} is not UTF-8 at byte {offset - begun + error.start} of the text; convert the file, as by "
+                "iconv"
+            ) from None
+        offset += len(block)
+        line += block.count(b"\n")
+
+
 def _parquet(raw: BinaryIO, column: str, start: int, within: range | None = None) -> Iterator[str | None]:
     """Documents of a Parquet file; reads only ``column``, from the row group of document ``start`` on.
 

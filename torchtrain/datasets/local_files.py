@@ -10,7 +10,7 @@ import sysconfig
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from torchtrain.datasets.conversion_cache import Record, copies_folder
-from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity
+from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity, shortened
 from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
@@ -33,6 +33,7 @@ from torchtrain.datasets.file_formats import (
     ignore,
     kind_of,
     require_utf8,
+    require_utf8_file,
 )
 from torchtrain.datasets.find_files import find_files
 from torchtrain.datasets.text_sources import DatasetText, LocalText, read_with_retries
@@ -78,16 +79,48 @@ def open_files(
     """
     files = find_text_files(paths, column, label, split=split, skip_not_utf8=skip_not_utf8)
     if are_plain_text(files):
-        return _text_files(files, label, verify_bytes)
+        return open_plain_text(files, label, verify_bytes)
     return _converted(files, column, label, verify_bytes, skip_not_utf8)
 
 
 def find_text_files(paths: Sequence[str], column: str, label: str, *, split: str, skip_not_utf8: bool) -> list[Path]:
     """The files that ``open_files`` opens, without plain text files that are not UTF-8; raises its errors."""
     found = list(dict.fromkeys(file for path in paths for file in find_files(path, label, column, split)))
-    files = [file for file in found if _may_be_read(file, label, skip_not_utf8)]
-    log_not_utf8(label, [file for file in found if file not in set(files)], len(found))
-    return files
+    errors = {file: error for file, error in zip(found, _errors_of_heads(found, label), strict=True) if error}
+    if errors and not skip_not_utf8:
+        raise _not_utf8(errors)
+    log_not_utf8(label, list(errors), len(found))
+    return [file for file in found if file not in errors]
+
+
+def require_utf8_files(files: Sequence[Path], label: str, verify_bytes: float = math.inf) -> None:
+    """Check ``files`` before work begins that an error would stop: all of their content, if their size is at most
+    ``verify_bytes``, else the beginning of each. Columns of Parquet and Arrow are not read.
+
+    Raises:
+        NotUTF8Error: it names the files that are not UTF-8.
+    """
+    sizes = [file.stat().st_size for file in files]
+    whole = sum(sizes) <= verify_bytes
+    errors = {}
+    for file in progress(zip(files, sizes, strict=True), f"checking the encoding of {label}", sum(sizes)):
+        try:
+            with file.open("rb") as raw:
+                require_utf8_file(raw, file.name, whole=whole)
+        except NotUTF8Error as error:
+            errors[file] = error
+        except Exception:  # Each format's reader has its own errors. Reading the documents raises this one, too.
+            continue
+    if errors:
+        raise _not_utf8(errors)
+
+
+def _not_utf8(errors: Mapping[Path, NotUTF8Error]) -> NotUTF8Error:
+    """The error of the first file, with the names of the others."""
+    file, *others = errors
+    names = shortened([str(other) for other in others])
+    also = f". {len(others)} other file(s) are not UTF-8 either: {names}" if others else ""
+    return NotUTF8Error(f"{file}: {errors[file]}{_SKIP_HINT}{also}")
 
 
 def are_plain_text(files: Sequence[Path]) -> bool:
@@ -97,7 +130,7 @@ def are_plain_text(files: Sequence[Path]) -> bool:
 
 def open_standard_library() -> LocalText:
     """The source code of the Python standard library."""
-    return _text_files(standard_library_files(), "the Python standard library", math.inf)
+    return open_plain_text(standard_library_files(), "the Python standard library", math.inf)
 
 
 def open_standard_library_docs() -> LocalText:
@@ -156,6 +189,8 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
                 if record is None:
                     if path.exists():
                         logger.warning("%s, the converted copy of %s, is damaged and is converted again", path, label)
+                    if not skip_not_utf8:
+                        require_utf8_files(files, label, verify_bytes)
                     counts = _convert(files, column, label, path, stats, skip_not_utf8)
                     record = Record(source.text, path.stat().st_size, hash_of(path), **counts)
                     record.write(path)
@@ -347,20 +382,23 @@ def _hashed_parts(file: io.FileIO, kind: tuple[str, str], size: int, whole: bool
         yield file.read(_BLOCK_BYTES)
 
 
-def _may_be_read(file: Path, label: str, skip_not_utf8: bool) -> bool:
-    """Whether to read a file; DataError if it cannot be opened, or is not UTF-8 and may not be skipped."""
-    try:
-        with file.open("rb") as content:
-            head = content.read(HEAD_BYTES)
-        if kind_of(file.name) in _PLAIN:
-            require_utf8(head)
-    except PermissionError as error:
-        raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
-    except NotUTF8Error as error:
-        if not skip_not_utf8:
-            raise NotUTF8Error(f"{file}: {error}{_SKIP_HINT}") from None
-        return False
-    return True
+def _errors_of_heads(files: Sequence[Path], label: str) -> Iterator[NotUTF8Error | None]:
+    """For each file the error if it is a plain text file that does not begin with UTF-8.
+
+    Raises:
+        DataError: a file cannot be opened.
+    """
+    for file in files:
+        try:
+            with file.open("rb") as content:
+                head = content.read(HEAD_BYTES)
+            if kind_of(file.name) in _PLAIN:
+                require_utf8(head)
+            yield None
+        except PermissionError as error:
+            raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
+        except NotUTF8Error as error:
+            yield error
 
 
 def log_malformed(label: str, count: int, first: str) -> None:
@@ -373,12 +411,12 @@ def log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None:
     """Warn of files that were skipped; ``count``: the number of all files."""
     if skipped:
         logger.warning(
-            "%s: skipped %d of %d file(s) that are not UTF-8, the first of them %s",
-            *(label, len(skipped), count, skipped[0]),
+            "%s: skipped %d of %d file(s) that are not UTF-8: %s",
+            *(label, len(skipped), count, shortened([str(file) for file in skipped])),
         )
 
 
-def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
+def open_plain_text(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
     """The documents of plain text ``files``, which are read on demand."""
     pieces = _Pieces(files)
     if not pieces:
