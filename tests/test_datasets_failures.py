@@ -232,10 +232,10 @@ def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest
     logger = logging.getLogger("torchtrain")
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)
-    path = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, None, 7, None, None, {}])
+    path = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, None, 7, None, None, {}, "", ""])
     take(make_loader(DataConfig(path=path, prefetch=0), range(1), batch=1), 150)
     for count in (1, 2, 4):
-        assert f"skipped {count} document(s) so far that are null or not text" in caplog.text
+        assert f"skipped {count} document(s) so far that are empty, null or not text" in caplog.text
 
 
 def test_path_may_be_a_glob_pattern(tmp_path: Path) -> None:

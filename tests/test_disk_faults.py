@@ -553,7 +553,8 @@ def test_changed_data_are_detected_on_resume(tmp_path: Path) -> None:
     data.write_text("".join(documents[:100]))
     error = run_ends_with(2, tmp_path / "run", *options, "6")
     assert "resuming would not continue the same run: data.path = '1 file(s) of " in error
-    assert "checkpoint.allow_changes = ['data.path']" in error
+    assert f"; changed: {data}). Set the old value again, put files back, or," in error
+    assert "checkpoint.allow_changes = ['data.path'], with which a source that has other content is read from" in error
     data.write_text("".join(documents))  # the same content with another modification time
     assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)
     data.write_text("".join(documents[:200]))
@@ -563,6 +564,47 @@ def test_changed_data_are_detected_on_resume(tmp_path: Path) -> None:
     options[1] = write_prepared(tmp_path / "prepared", str(data))
     prepared = finish(tmp_path / "run", *options, "10", "--checkpoint.allow_changes", "data.path", ranks=1)
     assert f"data.path = '{options[1]}' is not in the checkpoint, or had other content: it is read from its" in prepared
+
+
+def test_files_that_differ_from_those_of_a_checkpoint_are_named(tmp_path: Path) -> None:
+    for source in ("web", "books"):
+        (tmp_path / source).mkdir()
+        for name in "abcd":
+            (tmp_path / source / f"{name}.txt").write_text(f"{source} {name} " * 300)
+    config = tmp_path / "config.toml"
+
+    config.write_text("".join(f"[[data.sources]]\npath = '{tmp_path / source}'\n" for source in ("web", "books")))
+    options = ["--job.config_file", str(config), "--lr_scheduler.total_steps", "9", "--training.steps"]
+    finish(tmp_path / "run", *options, "2", ranks=1)
+    books = tmp_path / "books"
+    (books / "a.txt").unlink()
+    (books / "b.txt").write_text("changed")
+    (books / "c.txt").rename(books / "e.txt")
+    (books / "f.txt").write_text("added")
+    error = run_ends_with(2, tmp_path / "run", *options, "4")
+    described = (
+        f"; data.sources[1] added: {books}/f.txt; removed: {books}/a.txt; changed: {books}/b.txt; renamed: "
+        f"{books}/c.txt to {books}/e.txt; in another order from {books}/d.txt on (in the checkpoint {books}/e.txt))"
+    )
+    assert described in error
+    allowed = finish(tmp_path / "run", *options, "4", "--checkpoint.allow_changes", "data.sources", ranks=1)
+    assert f"data.sources[1].path = '{books}' is not in the checkpoint, or had other content" in allowed
+    assert f"data.sources[0].path = '{tmp_path / 'web'}' is not in the checkpoint" not in allowed
+
+
+def test_files_that_a_moved_folder_lacks_are_named(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    for name in "abc":
+        (before / f"{name}.txt").write_text(f"text {name} " * 300)
+    finish(tmp_path / "run", "--data.path", str(before), "--training.steps", "2", ranks=1)
+    (table,) = json.loads((tmp_path / "run/checkpoint/step-2/data_files.json").read_text())
+    assert (table["folder"], table["count"]) == (f"{before}/", 3)
+    assert [name for name, *_ in table["files"]] == ["a.txt", "b.txt", "c.txt"]
+    shutil.copytree(before, after)
+    (after / "b.txt").unlink()
+    error = run_ends_with(2, tmp_path / "run", "--data.path", str(after), "--training.steps", "4")
+    assert f"data.path = '{after}' (checkpoint: '{before}'; removed: b.txt)" in error
 
 
 def test_changed_data_between_the_sampled_blocks_are_detected(tmp_path: Path) -> None:
@@ -577,6 +619,7 @@ def test_changed_data_between_the_sampled_blocks_are_detected(tmp_path: Path) ->
     data.write_text(text[:position] + "LINE" + text[position + 4 :])
     error = run_ends_with(2, tmp_path / "run", *options, "8")
     assert f"data.path = '1 file(s) of {len(text):,} bytes, hash " in error
+    assert f"; changed: {data})" in error
     assert "checkpoint.allow_changes = ['data.path']" in error
 
 

@@ -179,7 +179,7 @@ def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
     assert sum(shard.documents for shard in shards) == len(texts)
     assert sum(shard.tokens for shard in shards) == sum(map(len, encoded))
     assert sum(shard.bytes for shard in shards) == sum(len(text.encode()) for text in texts)
-    assert sum(shard.skipped for shard in shards) == 2
+    assert sum(shard.skipped for shard in shards) == 3
     starts = [np.fromfile(folder / f"{shard.name}.documents", "<i8") for shard in shards]
     assert [length for offsets in starts for length in np.diff(offsets)] == [len(document) for document in encoded]
 
@@ -228,6 +228,36 @@ def test_second_prepare_in_one_folder_raises_a_data_error(prepared: Path, tmp_pa
             prepare(SourceConfig(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
         holder.communicate(b"\n")
     prepare(SourceConfig(path=str(tmp_path / "a.jsonl")), "data", "", prepared, processes=1)
+
+
+def test_all_sources_are_checked_before_the_first_is_tokenized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "good.jsonl", DOCUMENTS)
+    for name in ("a", "b", "c"):
+        (tmp_path / f"bad-{name}.jsonl").write_bytes(b'{"text": "cafe"}\n{"text": "caf\xe9"}\n')
+    config = tmp_path / "run.toml"
+    sources = ("good.jsonl", "bad-*.jsonl")
+    config.write_text("".join(f"[[data.sources]]\npath = '{tmp_path / source}'\n" for source in sources))
+    options = ["--job.config_file", str(config), "--prepare.output", str(tmp_path / "mix")]
+    assert command.main(options) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'bad-a.jsonl'}: line 2 is not UTF-8 at byte 30 of the text; convert the file" in error
+    assert f"2 other file(s) are not UTF-8 either: {tmp_path / 'bad-b.jsonl'}, {tmp_path / 'bad-c.jsonl'}" in error
+    assert not list(tmp_path.glob("mix/*"))
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_files_that_are_not_utf8_are_skipped_with_one_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(4):
+        (tmp_path / f"texts/{number}.{kind}").write_bytes(b'{"text": "caf%s"}\n' % (b"\xe9" if number % 2 else b"e"))
+    options = ["--data.path", str(tmp_path / "texts"), "--data.skip_not_utf8", "--prepare.output"]
+    assert command.main([*options, str(tmp_path / "prepared")]) == 0
+    names = ", ".join(str(tmp_path / f"texts/{number}.{kind}") for number in (1, 3))
+    assert capsys.readouterr().err.count(f"skipped 2 of 4 file(s) that are not UTF-8: {names}\n") == 1
 
 
 def text_folder(path: Path) -> str:

@@ -79,10 +79,10 @@ def test_input_that_changed_above_verify_gib_is_not_mixed_with_earlier_work(
     source: SourceConfig, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.jsonl"
-    before = local_files.identity_of([file], 0)
+    before = local_files.identify([file], 0).text
     assert not share(source, tmp_path / "out", 0, 2)
     change_a_byte(file, b"document 0 ")  # of the first shard
-    assert local_files.identity_of([file], 0) == before
+    assert local_files.identify([file], 0).text == before
     with pytest.raises(DataError, match="content of its files has changed since"):
         share(source, tmp_path / "out", 0, 2)
 

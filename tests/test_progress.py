@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from torchtrain import progress
 from torchtrain.checkpoint.hf.weights import Source, read_into
-from torchtrain.datasets.local_files import identity_of
+from torchtrain.datasets.local_files import identify
 from torchtrain.logging import logger
 
 
@@ -68,9 +68,9 @@ def test_hashing_and_loading_count_the_bytes_that_are_read(tmp_path: Path, lines
     for name, size in (("a.txt", 3 << 20), ("b.txt", 1 << 20)):
         (tmp_path / name).write_bytes(b"x" * size)
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    identity_of(files, verify_bytes=0)  # of files above 1 MiB, only parts are read
+    identify(files, verify_bytes=0)  # of files above 1 MiB, only parts are read
     assert lines[-1].startswith("hashing the data: 100% of 1.25MB")
-    identity_of(files, whole=True)
+    identify(files, whole=True)
     assert lines[-1].startswith("hashing the data: 100% of 4.19MB")
     expected = {name: torch.randn(500, 500) for name in ("a", "b")}
     save_file(expected, tmp_path / "model.safetensors")

@@ -20,7 +20,7 @@ from torchtrain.datasets import data_folder, tokenize_dataset
 from torchtrain.datasets.data_folder import LocalFolder, open_folder
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.file_formats import NotUTF8Error
-from torchtrain.datasets.remote_files import RemoteFile, identity_of_remote
+from torchtrain.datasets.remote_files import RemoteFile, identify_remote
 from torchtrain.datasets.tokenized import verify
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import local_path, scheme_of
@@ -188,7 +188,7 @@ def test_identity_of_objects_depends_neither_on_their_bucket_nor_on_their_names(
             RemoteFile(f"{url}/{name}.jsonl", 5, tag, f"{folder}/{name}.jsonl", url)
             for name, tag in zip(names, tags, strict=True)
         ]
-        return identity_of_remote(files, 0)
+        return identify_remote(files, 0).text
 
     assert identity("one/texts") == identity("other")
     assert identity("one") == identity("one", names="ac")  # a renamed file

@@ -9,6 +9,8 @@ import json
 import logging
 import math
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
@@ -27,8 +29,9 @@ from forked_run import ForkedRun
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, local_files
+from torchtrain.datasets import file_formats, local_files, mixed_folder
 from torchtrain.datasets.builtin_sources import open_tokenized
+from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
 from torchtrain.datasets.local_files import open_files
 from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import DataError, StorageError
@@ -452,7 +455,7 @@ def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCap
         (tmp_path / "run.toml").write_text(f"[data]\npath = {json.dumps(path)}\nskip_not_utf8 = true\n")
         for _ in range(2):
             source = opened_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data)
-            assert f"skipped 1 of 4 file(s) that are not UTF-8, the first of them {invalid}" in log.text
+            assert f"skipped 1 of 4 file(s) that are not UTF-8: {invalid}" in log.text
             log.clear()
         documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
         assert [text for unit in range(source.parts) for _, text in source.read(unit, 0)] == documents * 3
@@ -485,13 +488,110 @@ def test_folder_with_several_formats_raises_an_error_with_a_valid_config(tmp_pat
     assert sum(source.weight for source in sources) == pytest.approx(1, abs=0.02)
 
 
-def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(tmp_path: Path) -> None:
+def test_tables_for_a_mixed_folder_have_shares_of_text_and_name_what_is_left_out(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    rows = [" ".join(rng.choice(("alpha", "beta", "gamma")) for _ in range(200)) for _ in range(3000)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row, "id": row[:300]}) + "\n" for row in rows[:1200]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows[1200:]}), tmp_path / "b.parquet", compression="zstd")
+    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    for number in range(7):
+        (tmp_path / f"{number}.md").write_text(rows[number])
+    with pytest.raises(DataError, match=r"each weight is the estimated share of the text") as error:
+        open_files([str(tmp_path)], "text", "data.path")
+    pasted = str(error.value).partition("\n\n")[2]
+    assert "# 7 .md file(s) are left out, since such files often describe the data. To read them, remove" in pasted
+    tables = [line.removeprefix("# ") for line in pasted.splitlines() if not line.startswith("# 7")]
+    (tmp_path / "run.toml").write_text("\n".join(tables))
+    sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).data.sources
+    sizes = [sum(map(len, part)) for part in (rows[:1200] * 2, rows[1200:], rows[:7])]
+    assert [source.paths[0].rpartition(".")[2] for source in sources] == ["jsonl", "parquet", "md"]
+    for source, size in zip(sources, sizes, strict=True):
+        assert source.weight == pytest.approx(size / sum(sizes[:2]), rel=0.1)
+
+
+def test_share_of_text_in_a_large_file_is_estimated_from_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mixed_folder, "SAMPLED_BYTES", 1 << 20)
+    monkeypatch.setattr(mixed_folder, "SAMPLED_ROWS", 100)
+    rows = [f"row {number:05} " * 100 for number in range(6000)]
+    content = "".join(json.dumps({"text": row, "other": row}) + "\n" for row in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
+    (tmp_path / "a.txt").write_bytes("".join(rows).encode())
+    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [b"caf\xe9"]}), tmp_path / "damaged.parquet")
+    for file in tmp_path.glob("a.*"):
+        assert mixed_folder.estimate_text_bytes([file], "text") == pytest.approx(sum(map(len, rows)), rel=0.1), file
+    damaged = tmp_path / "damaged.parquet"
+    assert mixed_folder.estimate_text_bytes([damaged], "text") == damaged.stat().st_size
+
+
+def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "README.md").write_text("# about")
     assert texts(tmp_path) == ["# about"]
     (tmp_path / "metadata.csv").write_text("text\nabout\n")
     assert texts(tmp_path) == ["about"]
     (tmp_path / "a.jsonl").write_text(LINES)
+    log.clear()
     assert texts(tmp_path) == DOCUMENTS
+    names = f"{tmp_path / 'README.md'}, {tmp_path / 'metadata.csv'}"
+    assert f"left out 2 .csv and .md file(s), since such files often describe the data: {names}; to read" in log.text
+
+
+def test_all_files_that_are_not_utf8_are_named(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    bad = [f"{number}.{kind}" for kind in ("jsonl", "txt") for number in range(8)]
+    for name in bad:
+        (tmp_path / name).write_bytes(b'{"text": "caf\xe9"}\n')
+    for kind in ("jsonl", "txt"):
+        (tmp_path / f"good.{kind}").write_text('{"text": "a"}\n')
+        names = [str(tmp_path / f"{number}.{kind}") for number in range(8)]
+        others = f"7 other file(s) are not UTF-8 either: {', '.join(names[1:6])} and 2 others"
+        for verify_bytes in (0, math.inf):
+            with pytest.raises(DataError, match=rf"^{names[0]}: .*is not UTF-8 at byte 13.*{re.escape(others)}$"):
+                open_files([f"{tmp_path}/*.{kind}"], "text", "data.path", verify_bytes)
+        log.clear()
+        open_files([f"{tmp_path}/*.{kind}"], "text", "data.path", skip_not_utf8=True)
+        skipped = f"skipped 8 of 9 file(s) that are not UTF-8: {', '.join(names[:5])} and 3 others"
+        assert skipped in log.text
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 1 << 20])
+def test_check_of_the_encoding_finds_the_place_of_an_error_in_any_block(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_formats, "_BLOCK_BYTES", block)
+    valid = '{"text": "é€𝄞"}\n'.encode()
+    for content, place in (
+        (valid + b'{"text": "\xe9"}', len(valid) + 10),
+        (valid + '{"text": "€'.encode()[:-1], len(valid) + 10),
+    ):
+        with pytest.raises(NotUTF8Error, match=rf"line 2 is not UTF-8 at byte {place} of the text"):
+            require_utf8_file(io.BytesIO(content), "a.jsonl", whole=True)
+    require_utf8_file(io.BytesIO(valid * 3), "a.jsonl", whole=True)
+    require_utf8_file(io.BytesIO("é€𝄞".encode()), "a.jsonl", whole=False)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "binary.parquet"])
+def test_empty_documents_are_counted_as_rows_without_text(tmp_path: Path, name: str) -> None:
+    rows: list[dict[str, Any]] = [{"text": text} for text in ("a", "", "b", "")]
+    contents = {
+        "a.jsonl": "\n".join(map(json.dumps, rows)) + "\n\nmalformed\n",
+        "a.json": json.dumps(rows),
+        "a.csv": 'text,n\na,1\n"",2\nb,3\n,4\n\n',
+    }
+    if name.endswith(".parquet"):
+        values = [row["text"].encode() if name == "binary.parquet" else row["text"] for row in rows]
+        pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / name)
+    else:
+        (tmp_path / name).write_text(contents[name])
+    source = open_files([str(tmp_path / name)], "text", "data.path")
+    assert [text for text in source.read_all(range(source.parts)) if text != ""] == ["a", None, "b", None]
+    manifest = prepare(SourceConfig(path=str(tmp_path / name)), "data", "", tmp_path / "prepared", processes=1)
+    assert manifest is not None
+    assert sum(shard.skipped for shard in manifest.shards) == 2
 
 
 @pytest.mark.parametrize("first", ["", "\n", "\ufeff", "\ufeff\n", '{"n": 1}\n', "not json\n", "[1]\n", '"\u2028"\n'])

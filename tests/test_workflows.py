@@ -31,7 +31,7 @@ from torchtrain.checkpoint.resume_compatibility import check_resume_compatibilit
 from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import ModelConfig, SourceConfig, ValidationConfig
-from torchtrain.datasets.local_files import identity_of
+from torchtrain.datasets.local_files import identify
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
@@ -158,7 +158,7 @@ def test_renamed_data_file_is_the_same_data_if_the_order_stays(tmp_path: Path, w
         file.write_text(f'{{"text": "{number}"}}\n' * 10)
 
     def identity() -> str:
-        return identity_of(sorted(tmp_path.iterdir()), whole=whole)
+        return identify(sorted(tmp_path.iterdir()), whole=whole).text
 
     before = identity()
     files[1].rename(tmp_path / "1b.jsonl")

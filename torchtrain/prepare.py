@@ -39,8 +39,9 @@ def run(config: JobConfig) -> int:
     """
     # Imported here, so that --help and rejected options do not import datasets.
     from torchtrain.datasets.data_folder import open_folder
-    from torchtrain.datasets.tokenize_dataset import prepare
+    from torchtrain.datasets.tokenize_dataset import open_input, tokenize
     from torchtrain.datasets.tokenized import verify
+    from torchtrain.datasets.tokenizers import load_tokenizer
 
     rank, world_size = process_share()
     if not config.prepare.output:
@@ -63,19 +64,22 @@ def run(config: JobConfig) -> int:
     if output_path is not None:
         require_folder(output_path, f"prepare.output = {config.prepare.output!r}")
     processes = config.prepare.processes or cores_of_process()
-    tokenizer_path = config.model.tokenizer_path or config.model.hf_folder
-    for number, (source, folder) in enumerate(zip(config.data.all, folders, strict=True)):
-        key = f"data.sources[{number}]" if several else "data"
-        verify_bytes = config.data.verify_gib * 2**30
-        manifest = prepare(
-            source, key, tokenizer_path, folder, processes, verify_bytes, rank=rank, world_size=world_size
-        )
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_folder)
+    verify_bytes = config.data.verify_gib * 2**30
+    keys = [f"data.sources[{number}]" for number in range(len(several))] if several else ["data"]
+    # All sources are opened and checked before hours of work on the first.
+    inputs = [
+        open_input(source, key, tokenizer, verify_bytes, rank=rank, world_size=world_size)
+        for source, key in zip(config.data.all, keys, strict=True)
+    ]
+    for documents, folder in zip(inputs, folders, strict=True):
+        manifest = tokenize(documents, tokenizer, folder, processes, rank=rank, world_size=world_size)
         if manifest is None:
             continue
         shards = manifest.shards
         logger.setLevel(logging.INFO)  # the process that finishes last reports the result, whatever its rank
         logger.info(
-            "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are null or not text); "
+            "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are empty, null or not text); "
             "to train on it: --data.path %s",
             folder,
             *(f"{sum(getattr(shard, field) for shard in shards):,}" for field in ("tokens", "documents", "bytes")),

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar, cast
 
 import torch
@@ -48,6 +49,7 @@ from torchtrain.logging import BestEffort
 T = TypeVar("T")
 METADATA = ".metadata"
 CONFIG = "config.toml"
+DATA_FILES = "data_files.json"
 FILE_BYTES = 64 * 2**20  # of the files that a rank writes in parallel
 BATCH_BYTES = 32 * 2**20  # of pieces that one thread reads
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
@@ -349,6 +351,7 @@ class VerifiedWriter(FileSystemWriter):
     Args:
         staged: where the checkpoint is written; that of the same checkpoint on all ranks.
         config_toml: kept beside the tensors.
+        small_files: contents of more files beside the tensors, by name.
         manifest: lacks the files.
         write_outputs: writes files of metrics, which it creates with its argument; called on the first rank.
         before_commit, require_lease: see ``StagedCheckpoint.commit``.
@@ -359,6 +362,7 @@ class VerifiedWriter(FileSystemWriter):
         staged: StagedCheckpoint,
         config_toml: str,
         *,
+        small_files: Mapping[str, bytes] = MappingProxyType({}),
         manifest: Manifest | None = None,
         write_outputs: Callable[[Callable[[str], AbstractContextManager[Any]]], None] | None = None,
         before_commit: Callable[[], bool] = lambda: False,
@@ -369,7 +373,7 @@ class VerifiedWriter(FileSystemWriter):
         self.fs: Any = _StagedFiles(staged)
         self.transforms: Any = _PieceMarker(self.transforms)
         self.staged = staged
-        self.config_toml = config_toml
+        self.small_files = {CONFIG: config_toml.encode(), **small_files}
         self.manifest = manifest or Manifest()
         self.write_outputs = write_outputs
         self.before_commit, self.require_lease = before_commit, require_lease
@@ -438,8 +442,9 @@ class VerifiedWriter(FileSystemWriter):
         self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the commit flushes the rest, all at once
         super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
-        with self.fs.create_stream(CONFIG, "wb") as config_file:
-            config_file.write(self.config_toml.encode())
+        for name, content in self.small_files.items():
+            with self.fs.create_stream(name, "wb") as small_file:
+                small_file.write(content)
         own_records = dict(self.fs.records)
         if self.write_outputs is not None:
             with BestEffort(f"metrics in {self.staged.location}"):

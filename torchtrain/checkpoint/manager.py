@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter, read_manifest
+from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter, read_manifest
 from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.resume_compatibility import OtherStageError
@@ -137,7 +137,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         def use(step: int) -> None:
             if step != self.start.step:  # find_resume_point has checked that one
-                check_resume(history, step, config, self.config_toml, self.start.data)
+                check_resume(history, step, config, self.config_toml, self.start.data, self.start.data_files)
             self.load(step)
 
         try:
@@ -246,6 +246,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._writer = VerifiedWriter(
             staged_checkpoint,
             self.config_toml,
+            small_files={DATA_FILES: self.start.data_files},
             write_outputs=write_outputs,
             manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
             before_commit=partial(self._before_commit, step),

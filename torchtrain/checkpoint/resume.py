@@ -22,17 +22,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchtrain.checkpoint.format import CONFIG, read_manifest, read_verified, verify_sizes
+from torchtrain.checkpoint.format import CONFIG, DATA_FILES, Manifest, read_manifest, read_verified, verify_sizes
 from torchtrain.checkpoint.resume_compatibility import (
     OtherStageError,
     check_resume_compatibility,
     config_of_saved_stage,
     options_in,
+    same_content,
     source_identities,
 )
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import CheckpointConfig, JobConfig
+from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
@@ -220,6 +222,8 @@ class ResumePoint:
     """The writer lease; without checkpoints, a lease that no process holds, with a new id of the run."""
     data: Mapping[str, str] = field(default_factory=dict)
     """Identity of the run's data and tokenizer, by option name."""
+    data_files: bytes = as_json([])
+    """The files of each source, as ``data_identity.as_json``."""
     found: Mapping[int, Hashable] = field(default_factory=dict)
     """The checkpoints that existed right after the lease was acquired, as ``CheckpointStorage.versions``."""
 
@@ -240,6 +244,7 @@ def find_resume_point(
     config_toml: str,
     data: Callable[[], Mapping[str, str]] = dict,
     held: HeldLease | None = None,
+    data_files: Callable[[], Sequence[FileTable]] = tuple,
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
@@ -252,6 +257,7 @@ def find_resume_point(
         config_toml: the resolved config of this start.
         data: returns the identity of the run's data and tokenizer by option name; called on rank 0 only.
         held: the lease that this process has held for an earlier stage; that of this stage replaces it.
+        data_files: returns the files of each source; called on rank 0 only.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
@@ -263,6 +269,7 @@ def find_resume_point(
     if not config.enable:
         return ResumePoint(group, lease=WriterLease(run=broadcast_from_rank0(lambda: uuid.uuid4().hex, group)))
     identity = broadcast_from_rank0(data, group)
+    tables = broadcast_from_rank0(lambda: as_json(data_files()), group)
     broadcast_from_rank0(storage.restore, group)
 
     def choose() -> tuple[list[int], int | None, str | None]:
@@ -270,7 +277,7 @@ def find_resume_point(
         history = History(storage, group, broadcast_from_rank0(lambda: storage.read_lease().run, group))
         candidates = history.candidates(config.load_step)
         step, damaged = history.latest_valid(
-            candidates, lambda step: check_resume(history, step, config, config_toml, identity)
+            candidates, lambda step: check_resume(history, step, config, config_toml, identity, tables)
         )
         if step is None:
             history.require_none(config.load_step, damaged)
@@ -303,11 +310,16 @@ def find_resume_point(
             f"checkpoint.load_step = {config.load_step}: resumes from step {step}, which a run with this load_step has "
             f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
         )
-    return ResumePoint(group, step, candidates, lease, identity, there)
+    return ResumePoint(group, step, candidates, lease, identity, tables, there)
 
 
 def check_resume(
-    history: History, step: int, config: CheckpointConfig, config_toml: str, identity: Mapping[str, str]
+    history: History,
+    step: int,
+    config: CheckpointConfig,
+    config_toml: str,
+    identity: Mapping[str, str],
+    data_files: bytes,
 ) -> None:
     """Check that the run can resume from the checkpoint of ``step`` and log the differences of its config. Collective.
 
@@ -317,9 +329,13 @@ def check_resume(
         OtherStageError: another stage of the run has saved the checkpoint.
     """
     checkpoint = broadcast_from_rank0(lambda: history.storage.open(step), history.group)
-    saved_toml, saved_data = broadcast_from_rank0(
-        lambda: (read_config(checkpoint), read_manifest(checkpoint).data), history.group
-    )
+
+    def read() -> tuple[str, Mapping[str, str], list[str]]:
+        manifest = read_manifest(checkpoint)
+        changed_files = _changed_files(checkpoint, manifest, identity, data_files)
+        return read_config(checkpoint), manifest.data, changed_files
+
+    saved_toml, saved_data, changed_files = broadcast_from_rank0(read, history.group)
     of_stage = config_of_saved_stage(saved_toml, config_toml, step, config.allow_changes)
     if of_stage != config_toml:
         # Sources of the next stage come after those of the last.
@@ -328,5 +344,30 @@ def check_resume(
             key: "; ".join(text.split("; ")[:count]) if key.startswith("data.") else text
             for key, text in identity.items()
         }
-    for line in check_resume_compatibility(saved_toml, of_stage, config.allow_changes, saved_data, identity):
+    for line in check_resume_compatibility(
+        saved_toml, of_stage, config.allow_changes, saved_data, identity, changed_files
+    ):
         logger.info(line)
+
+
+def _changed_files(
+    checkpoint: StoredCheckpoint, manifest: Manifest, identity: Mapping[str, str], data_files: bytes
+) -> list[str]:
+    """For each source of ``checkpoint`` that has other content now, the files that have changed; else "".
+
+    Raises:
+        DamagedError: the table of files in the checkpoint is missing or damaged.
+    """
+    pairs = zip(source_identities(manifest.data), source_identities(identity), strict=False)
+    is_same = [same_content(saved, current) for saved, current in pairs]
+    if all(is_same) or DATA_FILES not in {record.name for record in manifest.files}:
+        return []
+    content = read_verified(checkpoint, DATA_FILES)
+    try:
+        saved_tables = from_json(content)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise DamagedError(
+            f"{checkpoint.path_of(DATA_FILES)} is not a table of data files ({printable(str(error))})"
+        ) from error
+    tables = zip(is_same, saved_tables, from_json(data_files), strict=False)
+    return ["" if same else describe_changes(saved, current) for same, saved, current in tables]

@@ -6,7 +6,7 @@ Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones sp
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import zip_longest
 from types import MappingProxyType
@@ -80,13 +80,16 @@ class Difference:
     key: str
     saved: Any
     current: Any
+    files: str = field(default="", kw_only=True)
+    """The data files that differ, if known."""
 
     @property
     def kind(self) -> Kind:
         return kind_of(self.key)
 
     def __str__(self) -> str:
-        return f"{printable(self.key)} = {self.current!r} (checkpoint: {self.saved!r})"
+        files = f"; {self.files}" if self.files else ""
+        return f"{printable(self.key)} = {self.current!r} (checkpoint: {self.saved!r}{files})"
 
 
 def differences(saved_toml: str, current_toml: str) -> list[Difference]:
@@ -208,10 +211,15 @@ def check_resume_compatibility(
     allow_changes: Iterable[str],
     saved_data: Mapping[str, str] = MappingProxyType({}),
     current_data: Mapping[str, str] = MappingProxyType({}),
+    changed_files: Sequence[str] = (),
 ) -> list[str]:
     """What to log about the config of a run that resumes: one line for each kind of difference.
 
-    ``saved_data`` and ``current_data``: the identity of data and tokenizer by option; older checkpoints lack it.
+    Args:
+        saved_toml, current_toml: the resolved configs.
+        allow_changes: options that may change the run.
+        saved_data, current_data: the identity of data and tokenizer by option; older checkpoints lack it.
+        changed_files: for each source, the files that have changed (``data_identity.describe_changes``).
 
     Raises:
         CheckpointError: a difference that is impossible, or one that changes the run and is not in ``allow_changes``.
@@ -220,12 +228,13 @@ def check_resume_compatibility(
     for difference in differences(saved_toml, current_toml):
         key = difference.key
         elsewhere = key in SAME_ELSEWHERE and same_content(saved_data.get(key, ""), current_data.get(key))
-        found[Kind.HARMLESS if elsewhere else difference.kind].append(difference)
+        files = _of_option(key, changed_files) if key in ("data.path", "data.name") else ""
+        found[Kind.HARMLESS if elsewhere else difference.kind].append(replace(difference, files=files))
     changed = {difference.key for difference in found[Kind.CHANGES]}
     for key, saved in saved_data.items():
         current = current_data.get(key, saved)  # another option names the data now: a difference of the config
         if not same_content(saved, current) and (key not in changed or key == "model.tokenizer_path"):
-            found[Kind.CHANGES].append(Difference(key, saved, current))
+            found[Kind.CHANGES].append(Difference(key, saved, current, files=_of_option(key, changed_files)))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
             f"the checkpoint does not fit this run: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
@@ -241,9 +250,10 @@ def check_resume_compatibility(
         others = [difference for difference in rejected if not (extended and difference.key == TOTAL_STEPS)]
         messages = []
         if others:
+            restarted = ", with which a source that has other content is read from its start" if changed_files else ""
             messages.append(
                 f"{_joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
-                f"the config: {allow}"
+                f"the config: {allow}{restarted}"
             )
         if extended:
             messages.append(_another_length(saved_toml, current_toml, allow))
@@ -265,6 +275,15 @@ def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
         f"{TOTAL_STEPS} = {length}: later steps have its last rate ({floor}). Or take the longer or shorter one from "
         f"here on, by {allow}"
     )
+
+
+def _of_option(key: str, changed_files: Sequence[str]) -> str:
+    """The changed files of the sources that the option ``key`` names; "" if it names no data."""
+    if not key.startswith("data."):
+        return ""
+    several = key == "data.sources"
+    named = [(f"data.sources[{number}] " if several else "", files) for number, files in enumerate(changed_files)]
+    return "; ".join(f"{source}{files}" for source, files in named if files)
 
 
 def source_identities(data: Mapping[str, str]) -> list[str]:

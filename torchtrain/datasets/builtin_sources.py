@@ -15,7 +15,7 @@ from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.remote_files import (
     RemoteFile,
     find_remote_files,
-    identity_of_remote,
+    identify_remote,
     require_text_in_head,
     streamed_documents,
 )
@@ -110,7 +110,7 @@ class Files:
                 [partial(streamed_documents, file, config.text_column, context.cache) for file in answer],
                 context.readers,
                 f"{context.section}.path = {config.path!r}",
-                partial(identity_of_remote, answer, context.verify_bytes),
+                partial(identify_remote, answer, context.verify_bytes),
                 skip_not_utf8=config.skip_not_utf8,
             )
         first = Path(config.paths[0])

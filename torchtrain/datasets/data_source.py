@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.data_identity import FileTable
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
@@ -150,6 +151,10 @@ class DataSource(ABC):
 
         It is stored in checkpoints: a run does not resume with other data. It must be the same on all ranks.
         """
+
+    def file_table(self) -> FileTable:
+        """The files of the source, if it has any. An error names those that differ from the files of a checkpoint."""
+        return FileTable()
 
     @abstractmethod
     def streams(self, request: StreamRequest) -> list[Stream]:

@@ -1,6 +1,7 @@
 """Read the documents of one file: JSON lines, JSON, CSV, plain text, Parquet and Arrow.
 
-A row without text yields None. A blank or malformed line yields "", so that document numbers equal row numbers.
+A row without text, or with an empty one, yields None. A blank or malformed line yields "", so that document numbers
+equal row numbers.
 The libraries of a format are imported when a file of that format is read: other data do not need them.
 """
 
@@ -163,9 +164,9 @@ def require_text(column: str, schema: Any) -> None:
 
 
 def decode_value(value: str | bytes | None, location: str) -> str | None:
-    """The text of a value in a text or binary column; NotUTF8Error if a binary value is not UTF-8."""
+    """The text of a value in a text or binary column, None if it is empty; NotUTF8Error if the value is not UTF-8."""
     try:
-        return value.decode() if isinstance(value, bytes) else value
+        return (value.decode() if isinstance(value, bytes) else value) or None
     except UnicodeDecodeError as error:
         raise _not_utf8_value(location, error) from None
 
@@ -261,7 +262,7 @@ def _texts(
                 columns.update(dict.fromkeys(row))
             if column in row:
                 kinds.add(type(row[column]).__name__)
-            yield row[column] if isinstance(row.get(column), str) else None
+            yield row[column] or None if isinstance(row.get(column), str) else None
             continue
         if line := str(row).strip():
             begin = begin or line[:40]
@@ -332,7 +333,7 @@ def _table(
                 f"{delimiter!r} in it"
             )
         elif index < len(row):
-            yield row[index]
+            yield row[index] or None
         else:
             on_malformed(f"line {first}")
             yield ""
@@ -369,6 +370,32 @@ def require_utf8(head: bytes) -> None:
         offset = error.start
     if offset >= 0:
         raise NotUTF8Error(f"it is not UTF-8 at byte {offset}; convert the file, as by iconv, or leave it out")
+
+
+def require_utf8_file(raw: BinaryIO, name: str, *, whole: bool) -> None:
+    """Raise NotUTF8Error if a file of a text format is not UTF-8; without ``whole``, only its first block is read."""
+    kind, compression = kind_of(name)
+    if kind in ("parquet", "arrow"):
+        return
+    blocks: Iterator[bytes] = itertools.islice(_decompressed(raw, compression), None if whole else 1)
+    if kind in ("txt", "md"):
+        first = next(blocks, b"")
+        require_utf8(first[:HEAD_BYTES])
+        blocks = itertools.chain([first], blocks)
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, line = 0, 1
+    for block in itertools.chain(blocks, [b""] if whole else []):
+        begun = len(decoder.getstate()[0])  # bytes of a character that the block before began
+        try:
+            decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            line += error.object[: error.start].count(b"\n")
+            raise NotUTF8Error(
+                f"line {line} is not UTF-8 at byte {offset - begun + error.start} of the text; convert the file, as by "
+                "iconv"
+            ) from None
+        offset += len(block)
+        line += block.count(b"\n")
 
 
 def _parquet(raw: BinaryIO, column: str, start: int, within: range | None = None) -> Iterator[str | None]:

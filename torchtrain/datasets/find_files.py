@@ -1,14 +1,14 @@
 """Find data files: a file, all files in a folder, or all files that match a pattern."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from glob import escape, has_magic
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
-from torchtrain.datasets.file_formats import COMPRESSIONS, KINDS, SUFFIXES, kind_of
+from torchtrain.datasets.file_formats import SUFFIXES, kind_of
+from torchtrain.datasets.mixed_folder import advice, kinds_of_descriptions, log_left_out
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, names_in, read_file
 
@@ -20,10 +20,12 @@ def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
         DataError: there are none, or they are of several kinds.
     """
     path = Path(pattern)
+    left_out: list[Path] = []
     if path.is_dir():
         files = sorted(file for file in _walk(path, split) if kind_of(file.name)[0] and not file.is_dir())
-        for description in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
-            files = [file for file in files if kind_of(file.name)[0] not in description] or files
+        of_descriptions = kinds_of_descriptions(file.name for file in files)
+        left_out = [file for file in files if kind_of(file.name)[0] in of_descriptions and file.is_file()]
+        files = [file for file in files if kind_of(file.name)[0] not in of_descriptions]
         if not files:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
         if gone := [file for file in files if not file.is_file()]:  # opening a pipe would block indefinitely
@@ -43,44 +45,9 @@ def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
         kind = kind_of(file.name)[0]
         by_kind.setdefault("txt" if kind == "md" else kind, []).append(file)
     if len(by_kind) > 1:
-        raise DataError(_advice(pattern, label, column, by_kind))
+        raise DataError(advice(pattern, label, column, by_kind, left_out))
+    log_left_out(label, [str(file) for file in left_out])
     return files
-
-
-def _advice(pattern: str, label: str, column: str, by_kind: Mapping[str, Sequence[Path]]) -> str:
-    """An error message with config tables to paste: one for each kind of the files that ``pattern`` names."""
-    section = label.split(".")[0]
-    total = sum(file.stat().st_size for files in by_kind.values() for file in files)
-    tables = []
-    for _, files in sorted(by_kind.items()):
-        size = sum(file.stat().st_size for file in files)
-        lines = [f"[[{section}.sources]]", f"path = {_as_toml(_patterns(pattern, files))}"]
-        if column != "text":
-            lines.append(f"text_column = {_as_toml([column])}")
-        lines.append(f"weight = {size / total:.2g}")
-        tables.append("\n".join(lines))
-    return (
-        f"{label} mixes files of several kinds (.{', .'.join(sorted(by_kind))}), and a source has files of one kind. "
-        f"Name one kind, such as '*.{min(by_kind)}', or put these tables into the config file in its place; each "
-        "weight is the kind's share of the bytes:\n\n" + "\n\n".join(tables)
-    )
-
-
-def _patterns(pattern: str, files: Sequence[Path]) -> list[str]:
-    """Patterns that match exactly ``files``, the matches of ``pattern`` of one kind; their names if there is none."""
-    suffix = re.compile(rf"\.({'|'.join(KINDS)})(\.({'|'.join(filter(None, COMPRESSIONS))}))?$", re.IGNORECASE)
-    suffixes = sorted({match.group() for file in files if (match := suffix.search(file.name))})
-    if Path(pattern).is_dir():
-        return [f"{escape(pattern.rstrip('/'))}/**/*{suffix}" for suffix in suffixes]
-    if Path(pattern).name == "*":
-        return [f"{pattern}{suffix}" for suffix in suffixes]
-    return [escape(str(file)) for file in files]
-
-
-def _as_toml(values: Sequence[str]) -> str:
-    """One string, or an array of several, in TOML."""
-    quoted = [json.dumps(value) for value in values]
-    return quoted[0] if len(quoted) == 1 else f"[{', '.join(quoted)}]"
 
 
 def _matches(folder: Path, pattern: Sequence[str]) -> Iterator[Path]:

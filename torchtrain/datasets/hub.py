@@ -10,7 +10,7 @@ import itertools
 import math
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -27,6 +27,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import text_sources
 from torchtrain.datasets.conversion_cache import Record, copies_folder
+from torchtrain.datasets.data_identity import DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import (
     SUFFIXES,
     OnMalformed,
@@ -36,7 +37,7 @@ from torchtrain.datasets.file_formats import (
     kind_of,
     require_text,
 )
-from torchtrain.datasets.local_files import identity_and_key, identity_of
+from torchtrain.datasets.local_files import identify, identity_and_key
 from torchtrain.datasets.remote_files import HEAD_ROWS, RangeFile
 from torchtrain.datasets.text_sources import DatasetText, StreamedText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
@@ -79,8 +80,8 @@ def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -
         _fetch_card(source)
         files, identity, cache = _local_files(source, label), label, None
         if files:  # the library's own cache identifies local files only by their times
-            identity, key = identity_and_key(files, verify_bytes)
-            cache = str(copies_folder() / key)
+            identified, key = identity_and_key(files, verify_bytes)
+            identity, cache = identified.text, str(copies_folder() / key)
         try:
             dataset = datasets.load_dataset(
                 source.name, source.subset or None, split=source.split, revision=source.revision, cache_dir=cache
@@ -116,16 +117,17 @@ def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_byt
     revision = f"revision {dataset._fingerprint}"  # depends on the revision of the hub, and not on paths
     records = [Record.read(copy) for copy in _copies(dataset)]
 
-    def identity(whole: bool = False) -> str:
+    def identify_source(whole: bool = False) -> Identity:
         files = _local_files(source, label)
         if not files:
-            return revision
+            return Identity(revision)
         if whole or not records or records[0] is None:
-            return identity_of(files, verify_bytes, whole=whole)
-        return records[0].source  # of the files at the time of their conversion
+            return identify(files, verify_bytes, whole=whole)
+        # Of the files at the time of their conversion.
+        return Identity(records[0].source, _table_of((str(file), file.stat().st_size) for file in files))
 
     texts = dataset.select_columns([column]).rename_columns({column: "text"})
-    return DatasetText(texts.with_transform(_decode_rows), label, identity, texts.data.nbytes)
+    return DatasetText(texts.with_transform(_decode_rows), label, identify_source, texts.data.nbytes)
 
 
 def _copies(dataset: datasets.Dataset) -> list[Path]:
@@ -183,11 +185,17 @@ def open_streamed(
     names = "\0".join(url for url, _ in files)  # URLs contain the revision
     of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
 
-    def identity() -> str:
+    def identify_source() -> Identity:
         local = _local_files(source, label)
-        return identity_of(local, verify_bytes) if local else of_names
+        return identify(local, verify_bytes) if local else Identity(of_names, _table_of(files))
 
-    return StreamedText(read_files, readers, label, identity)
+    return StreamedText(read_files, readers, label, identify_source)
+
+
+def _table_of(files: Iterable[tuple[str, int]]) -> FileTable:
+    """The table of files with these names and sizes, whose content is not hashed."""
+    entries = [DataFile(name, size) for name, size in files]
+    return FileTable.of(entries, len(entries))
 
 
 def _local_files(source: SourceConfig, label: str) -> list[Path]:

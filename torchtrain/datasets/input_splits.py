@@ -13,6 +13,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from torchtrain.datasets.data_identity import Identity
 from torchtrain.datasets.file_formats import (
     NotUTF8Error,
     OnMalformed,
@@ -176,9 +177,9 @@ class ShardedFiles(ShardedInput):
         files: the files in their order.
         column: the column that contains the text.
         name: name for messages.
-        identity: returns the identity of the files.
-        identity_now: returns the identity of what is found now, which is compared after all is read; None: each file is
-            compared after it is read (``hash_of_range``).
+        identify: returns the identity of the files.
+        identity_now: returns the text of the identity of what is found now, which is compared after all is read; None:
+            each file is compared after it is read (``hash_of_range``).
         skip_not_utf8: skip and count files that are not UTF-8. They must be read twice, and are not split.
     """
 
@@ -187,7 +188,7 @@ class ShardedFiles(ShardedInput):
         files: Sequence[InputFile],
         column: str,
         name: str,
-        identity: Callable[[], str],
+        identify: Callable[[], Identity],
         identity_now: Callable[[], str] | None = None,
         *,
         skip_not_utf8: bool,
@@ -196,7 +197,7 @@ class ShardedFiles(ShardedInput):
         self._files = files
         self.file_count = len(files)
         self._column = column
-        self._identity = identity
+        self._identify = identify
         self._identity_now = identity_now
         self._skip_not_utf8 = skip_not_utf8
         splittable = [is_splittable(file.name) and not skip_not_utf8 for file in files]
@@ -204,7 +205,7 @@ class ShardedFiles(ShardedInput):
         self.shard_sizes = [sum(split.stop - split.start for split in shard) for shard in self._shards]
 
     def identity(self) -> str:
-        return self._identity()
+        return self._identify().text
 
     def content_hash(self, shard: int) -> str:
         splits = self._shards[shard]

@@ -2,6 +2,7 @@
 
 import ast
 import fcntl
+import io
 import itertools
 import math
 import os
@@ -9,7 +10,8 @@ import sysconfig
 import warnings
 from array import array
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +19,7 @@ from typing import Any, BinaryIO
 import xxhash
 
 from torchtrain.datasets.conversion_cache import Record, copies_folder
+from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity, shortened
 from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
@@ -30,6 +33,7 @@ from torchtrain.datasets.file_formats import (
     ignore,
     kind_of,
     require_utf8,
+    require_utf8_file,
 )
 from torchtrain.datasets.find_files import find_files
 from torchtrain.datasets.text_sources import DatasetText, LocalText, read_with_retries
@@ -46,7 +50,7 @@ from torchtrain.files import (
 from torchtrain.logging import logger
 from torchtrain.progress import ProgressBar, progress
 
-_CONVERSION = 2  # version of the conversion: increase it if the same files are converted to other documents
+_CONVERSION = 3  # version of the conversion: increase it if the same files are converted to other documents
 _ROWS = 1000  # number of rows in a batch of a converted copy
 _WHOLE_BYTES = 1 << 20  # files up to this size are hashed in full for their identity
 _BLOCK_BYTES = 1 << 16  # of larger files, three blocks of this size are hashed
@@ -75,16 +79,48 @@ def open_files(
     """
     files = find_text_files(paths, column, label, split=split, skip_not_utf8=skip_not_utf8)
     if are_plain_text(files):
-        return _text_files(files, label, verify_bytes)
+        return open_plain_text(files, label, verify_bytes)
     return _converted(files, column, label, verify_bytes, skip_not_utf8)
 
 
 def find_text_files(paths: Sequence[str], column: str, label: str, *, split: str, skip_not_utf8: bool) -> list[Path]:
     """The files that ``open_files`` opens, without plain text files that are not UTF-8; raises its errors."""
     found = list(dict.fromkeys(file for path in paths for file in find_files(path, label, column, split)))
-    files = [file for file in found if _may_be_read(file, label, skip_not_utf8)]
-    log_not_utf8(label, [file for file in found if file not in set(files)], len(found))
-    return files
+    errors = {file: error for file, error in zip(found, _errors_of_heads(found, label), strict=True) if error}
+    if errors and not skip_not_utf8:
+        raise _not_utf8(errors)
+    log_not_utf8(label, list(errors), len(found))
+    return [file for file in found if file not in errors]
+
+
+def require_utf8_files(files: Sequence[Path], label: str, verify_bytes: float = math.inf) -> None:
+    """Check ``files`` before work begins that an error would stop: all of their content, if their size is at most
+    ``verify_bytes``, else the beginning of each. Columns of Parquet and Arrow are not read.
+
+    Raises:
+        NotUTF8Error: it names the files that are not UTF-8.
+    """
+    sizes = [file.stat().st_size for file in files]
+    whole = sum(sizes) <= verify_bytes
+    errors = {}
+    for file in progress(zip(files, sizes, strict=True), f"checking the encoding of {label}", sum(sizes)):
+        try:
+            with file.open("rb") as raw:
+                require_utf8_file(raw, file.name, whole=whole)
+        except NotUTF8Error as error:
+            errors[file] = error
+        except Exception:  # Each format's reader has its own errors. Reading the documents raises this one, too.
+            continue
+    if errors:
+        raise _not_utf8(errors)
+
+
+def _not_utf8(errors: Mapping[Path, NotUTF8Error]) -> NotUTF8Error:
+    """The error of the first file, with the names of the others."""
+    file, *others = errors
+    names = shortened([str(other) for other in others])
+    also = f". {len(others)} other file(s) are not UTF-8 either: {names}" if others else ""
+    return NotUTF8Error(f"{file}: {errors[file]}{_SKIP_HINT}{also}")
 
 
 def are_plain_text(files: Sequence[Path]) -> bool:
@@ -94,7 +130,7 @@ def are_plain_text(files: Sequence[Path]) -> bool:
 
 def open_standard_library() -> LocalText:
     """The source code of the Python standard library."""
-    return _text_files(standard_library_files(), "the Python standard library", math.inf)
+    return open_plain_text(standard_library_files(), "the Python standard library", math.inf)
 
 
 def open_standard_library_docs() -> LocalText:
@@ -104,7 +140,7 @@ def open_standard_library_docs() -> LocalText:
     return LocalText(
         texts,
         "the docstrings of the Python standard library",
-        lambda whole=False: f"{len(texts)} documents, hash {digest}",  # noqa: ARG005
+        lambda whole=False: Identity(f"{len(texts)} documents, hash {digest}"),  # noqa: ARG005
         sum(len(text.encode()) for text in texts),
     )
 
@@ -153,8 +189,10 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
                 if record is None:
                     if path.exists():
                         logger.warning("%s, the converted copy of %s, is damaged and is converted again", path, label)
+                    if not skip_not_utf8:
+                        require_utf8_files(files, label, verify_bytes)
                     counts = _convert(files, column, label, path, stats, skip_not_utf8)
-                    record = Record(source, path.stat().st_size, hash_of(path), **counts)
+                    record = Record(source.text, path.stat().st_size, hash_of(path), **counts)
                     record.write(path)
         dataset = datasets.Dataset.from_file(str(path))
     except (pyarrow.ArrowInvalid, OSError) as error:
@@ -174,10 +212,10 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
     if len(dataset) == 0:
         raise DataError(f"{label} has no documents")
 
-    def identity(whole: bool = False) -> str:
-        return identity_of(files, whole=True) if whole else source  # of the files at the time of their conversion
+    def identify_source(whole: bool = False) -> Identity:
+        return identify(files, whole=True) if whole else source  # of the files at the time of their conversion
 
-    return DatasetText(dataset, label, identity, record.text_bytes)
+    return DatasetText(dataset, label, identify_source, record.text_bytes)
 
 
 def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
@@ -273,28 +311,31 @@ def documents_of(
         raise DataError(f"{file} cannot be read after document {count}, it seems damaged: {error}") from error
 
 
-def identity_of(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> str:
-    """Number, total size and hash of ``files``, independent of their folder and names.
+def identify(files: Sequence[Path], verify_bytes: float = math.inf, *, whole: bool = False) -> Identity:
+    """Number, total size and hash of ``files``, independent of their folder and names; and their table.
 
     The hash is of formats, sizes and content, in the order of the files; of a file above 1 MiB, of three blocks only,
     unless ``whole``. If some content is not hashed, and the total size is at most ``verify_bytes``, a second hash of
     all content is added.
     """
-    sizes, digest = _digest_of(files, whole)
+    sizes, digest, table = _digest_of(files, whole)
     text = f"{len(files)} file(s) of {sum(sizes):,} bytes, hash {digest}"
     if whole or sum(sizes) > verify_bytes or max(sizes, default=0) <= _WHOLE_BYTES:
-        return text
-    return f"{text}, content {_digest_of(files, whole=True)[1]}"
+        return Identity(text, table)
+    _, content, table_of_content = _digest_of(files, whole=True)
+    pairs = zip(table.files, table_of_content.files, strict=True)
+    entries = [a if a.hash == b.hash else replace(a, content=b.hash) for a, b in pairs]
+    return Identity(f"{text}, content {content}", replace(table, files=entries))
 
 
-def identity_and_key(files: Sequence[Path], verify_bytes: float, *options: object) -> tuple[str, str]:
+def identity_and_key(files: Sequence[Path], verify_bytes: float, *options: object) -> tuple[Identity, str]:
     """The identity of ``files``, and a name for their copy that is converted with ``options``.
 
     The name depends on the content. Since content above ``verify_bytes`` is not hashed in full, it also depends on the
     times of the files, among them the change time of the inode, which users cannot set.
     """
-    identity = identity_of(files, verify_bytes)
-    return identity, xxhash.xxh3_128_hexdigest(repr((options, identity, _stats(files))).encode())
+    identity = identify(files, verify_bytes)
+    return identity, xxhash.xxh3_128_hexdigest(repr((options, identity.text, _stats(files))).encode())
 
 
 def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
@@ -303,48 +344,61 @@ def _stats(files: Sequence[Path]) -> list[tuple[str, int, int, int]]:
     return [(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for path, stat in stats]
 
 
-def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str]:
-    """Size of each of ``files``, and the hash of all as in ``identity_of``."""
+def _digest_of(files: Sequence[Path], whole: bool) -> tuple[list[int], str, FileTable]:
+    """Size of each of ``files``, the hash of all as in ``identify``, and a table with the hash of each."""
     digest, sizes = xxhash.xxh3_128(), []
+    entries: list[DataFile] = []
     on_disk = [with_retries(path.stat, path).st_size for path in files]
     to_read = [size if whole or size <= _WHOLE_BYTES else 3 * _BLOCK_BYTES for size in on_disk]
     for path in progress(zip(files, to_read, strict=True), "hashing the data", sum(to_read)):
-        size, digest = with_retries(partial(_with_file, digest, path, whole), path)
+        size, digest, own = with_retries(partial(_with_file, digest, path, whole), path)
         sizes.append(size)
-    return sizes, digest.hexdigest()[:16]
+        if len(entries) < MAX_FILES:
+            entries.append(DataFile(str(path), size, own.hexdigest()[:HASH_DIGITS]))
+    return sizes, digest.hexdigest()[:16], FileTable(entries, len(files))
 
 
-def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128]:
-    """Size of a file, and a copy of the digest ``before`` that is updated with the file as in ``identity_of``."""
-    digest = before.copy()
+def _with_file(before: xxhash.xxh3_128, path: Path, whole: bool) -> tuple[int, xxhash.xxh3_128, xxhash.xxh3_128]:
+    """Size of a file, a copy of the digest ``before`` that is updated with the file as in ``identify``, and a digest of
+    the file alone."""
+    digests = before.copy(), xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, 2)
-        digest.update(f"{kind_of(path.name)}\0{size}\0".encode())
-        file.seek(0)
-        if whole or size <= _WHOLE_BYTES:
-            while block := file.read(BLOCK_BYTES):
-                digest.update(block)
-            return size, digest
-        for start in (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES):
-            file.seek(start)
-            digest.update(file.read(_BLOCK_BYTES))
-    return size, digest
+        for part in _hashed_parts(file, kind_of(path.name), size, whole):
+            for digest in digests:
+                digest.update(part)
+    return size, *digests
 
 
-def _may_be_read(file: Path, label: str, skip_not_utf8: bool) -> bool:
-    """Whether to read a file; DataError if it cannot be opened, or is not UTF-8 and may not be skipped."""
-    try:
-        with file.open("rb") as content:
-            head = content.read(HEAD_BYTES)
-        if kind_of(file.name) in _PLAIN:
-            require_utf8(head)
-    except PermissionError as error:
-        raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
-    except NotUTF8Error as error:
-        if not skip_not_utf8:
-            raise NotUTF8Error(f"{file}: {error}{_SKIP_HINT}") from None
-        return False
-    return True
+def _hashed_parts(file: io.FileIO, kind: tuple[str, str], size: int, whole: bool) -> Iterator[bytes]:
+    """What the hash of a file is computed from."""
+    yield f"{kind}\0{size}\0".encode()
+    file.seek(0)
+    if whole or size <= _WHOLE_BYTES:
+        yield from iter(lambda: file.read(BLOCK_BYTES), b"")
+        return
+    for start in (0, (size - _BLOCK_BYTES) // 2, size - _BLOCK_BYTES):
+        file.seek(start)
+        yield file.read(_BLOCK_BYTES)
+
+
+def _errors_of_heads(files: Sequence[Path], label: str) -> Iterator[NotUTF8Error | None]:
+    """For each file the error if it is a plain text file that does not begin with UTF-8.
+
+    Raises:
+        DataError: a file cannot be opened.
+    """
+    for file in files:
+        try:
+            with file.open("rb") as content:
+                head = content.read(HEAD_BYTES)
+            if kind_of(file.name) in _PLAIN:
+                require_utf8(head)
+            yield None
+        except PermissionError as error:
+            raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error
+        except NotUTF8Error as error:
+            yield error
 
 
 def log_malformed(label: str, count: int, first: str) -> None:
@@ -357,17 +411,17 @@ def log_not_utf8(label: str, skipped: Sequence[Path | str], count: int) -> None:
     """Warn of files that were skipped; ``count``: the number of all files."""
     if skipped:
         logger.warning(
-            "%s: skipped %d of %d file(s) that are not UTF-8, the first of them %s",
-            *(label, len(skipped), count, skipped[0]),
+            "%s: skipped %d of %d file(s) that are not UTF-8: %s",
+            *(label, len(skipped), count, shortened([str(file) for file in skipped])),
         )
 
 
-def _text_files(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
+def open_plain_text(files: Sequence[Path], label: str, verify_bytes: float) -> LocalText:
     """The documents of plain text ``files``, which are read on demand."""
     pieces = _Pieces(files)
     if not pieces:
         raise DataError(f"{label} has no documents")
-    return LocalText(pieces, label, partial(identity_of, files, verify_bytes), pieces.total_bytes)
+    return LocalText(pieces, label, partial(identify, files, verify_bytes), pieces.total_bytes)
 
 
 class _Pieces:

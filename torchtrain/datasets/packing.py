@@ -89,7 +89,7 @@ class TextSource(DataSource):
         """Count a document that is not text; log the count after the 1st, 2nd, 4th, 8th ..."""
         self.skipped += 1
         if self.skipped.bit_count() == 1:
-            logger.info("%s: skipped %d document(s) so far that are null or not text", self.name, self.skipped)
+            logger.info("%s: skipped %d document(s) so far that are empty, null or not text", self.name, self.skipped)
 
     def count_malformed(self, location: str) -> None:
         """Count a malformed line; log the count and its location after the 1st, 2nd, 4th, 8th ..."""

@@ -11,8 +11,10 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
+from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
-from torchtrain.datasets.local_files import identity_of
+from torchtrain.datasets.local_files import identify
+from torchtrain.datasets.mixed_folder import kinds_of_descriptions, log_left_out
 from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
@@ -132,8 +134,9 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
         prefix = len(path.strip("/"))
         hidden = {name for name, _ in entries if "/." in name.strip("/")[prefix:]}
         entries = [(name, info) for name, info in entries if name not in hidden and kind_of(name)[0]]
-        for description in ({"md"}, {"csv", "tsv"}):  # a README or a table that describes the data
-            entries = [entry for entry in entries if kind_of(entry[0])[0] not in description] or entries
+        of_descriptions = kinds_of_descriptions(name for name, _ in entries)
+        log_left_out(label, [name for name, _ in entries if kind_of(name)[0] in of_descriptions])
+        entries = [entry for entry in entries if kind_of(entry[0])[0] not in of_descriptions]
         if not entries:
             raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
     is_suffix = url.rstrip("/").endswith(path)  # so that URLs of files begin as the given one does
@@ -147,17 +150,22 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
     ]
 
 
-def identity_of_remote(files: Sequence[RemoteFile], verify_bytes: float) -> str:
-    """Number, total size and hash of a listing: of formats, sizes and ETags, in the order of the files.
+def identify_remote(files: Sequence[RemoteFile], verify_bytes: float) -> Identity:
+    """Number, total size and hash of a listing: of formats, sizes and ETags, in the order of the files; and a table.
 
-    Of local files, given as file://, it is their content as in ``identity_of``.
+    Of local files, given as file://, it is their content as in ``identify``.
     """
     local = [path for path in (local_path(file.url) for file in files) if path is not None]
     if local:
-        return identity_of(local, verify_bytes)
-    listing = "\0".join(f"{kind_of(file.name)}\0{file.size}\0{file.tag}" for file in files)
-    digest = xxhash.xxh3_128_hexdigest(listing.encode())[:16]
-    return f"{len(files)} object(s) of {sum(file.size for file in files):,} bytes, hash of the listing {digest}"
+        return identify(local, verify_bytes)
+    listed = [f"{kind_of(file.name)}\0{file.size}\0{file.tag}" for file in files]
+    digest = xxhash.xxh3_128_hexdigest("\0".join(listed).encode())[:16]
+    text = f"{len(files)} object(s) of {sum(file.size for file in files):,} bytes, hash of the listing {digest}"
+    entries = (
+        DataFile(file.url, file.size, xxhash.xxh3_128_hexdigest(entry.encode())[:HASH_DIGITS])
+        for file, entry in zip(files, listed, strict=True)
+    )
+    return Identity(text, FileTable.of(entries, len(files)))
 
 
 def documents_of_remote(

@@ -4,11 +4,13 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
+from torchtrain.datasets.data_identity import FileTable, Identity
 from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, ignore
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.packing import DocumentSource, TextSource
@@ -48,22 +50,29 @@ class LocalText(DocumentSource):
 
     Args:
         texts: the documents.
-        identity: returns the identity of the documents. Of local files above data.verify_gib it hashes only parts,
+        identify: returns the identity of the documents. Of local files above data.verify_gib it hashes only parts,
             unless ``whole=True``.
         text_bytes: total size of all documents in UTF-8.
     """
 
-    def __init__(self, texts: Texts, name: str, identity: Callable[..., str], text_bytes: int):
+    def __init__(self, texts: Texts, name: str, identify: Callable[..., Identity], text_bytes: int):
         super().__init__(len(texts), name)
         self._texts = texts
-        self._identity = identity
+        self._identify = identify
         self.text_bytes = text_bytes
 
+    @cached_property
+    def _identity(self) -> Identity:
+        return self._identify()
+
     def identity(self) -> str:
-        return self._identity()
+        return self._identity.text
+
+    def file_table(self) -> FileTable:
+        return self._identity.files
 
     def full_identity(self) -> str:
-        return self._identity(whole=True)
+        return self._identify(whole=True).text
 
     def document(self, number: int) -> str | None:
         return self._texts[number]
@@ -86,8 +95,8 @@ class TextColumn:
 class DatasetText(LocalText):
     """The documents in the column "text" of a dataset."""
 
-    def __init__(self, dataset: "datasets.Dataset", name: str, identity: Callable[..., str], text_bytes: int):
-        super().__init__(TextColumn(dataset), name, identity, text_bytes)
+    def __init__(self, dataset: "datasets.Dataset", name: str, identify: Callable[..., Identity], text_bytes: int):
+        super().__init__(TextColumn(dataset), name, identify, text_bytes)
         self._dataset = dataset
 
     def read_all(self, numbers: range) -> Iterator[str | None]:
@@ -106,7 +115,7 @@ class StreamedText(TextSource):
         files: for each file a function that returns its documents from a given number on. Its second argument is called
             with the location of each malformed line.
         readers: number of readers.
-        identity: returns the identity of the documents.
+        identify: returns the identity of the documents.
         skip_not_utf8: read a file up to the first document that is not UTF-8, and count such files.
     """
 
@@ -117,14 +126,14 @@ class StreamedText(TextSource):
         files: Sequence[Documents],
         readers: int,
         name: str,
-        identity: Callable[[], str],
+        identify: Callable[[], Identity],
         *,
         skip_not_utf8: bool = False,
     ):
         self._shares = math.ceil(readers / len(files))
         super().__init__(len(files) * self._shares, name)
-        self._files = files
-        self._identity = identity
+        self._read_files = files
+        self._identify = identify
         self._skip_not_utf8 = skip_not_utf8
         logger.info(
             "%s: %d file(s) are streamed by %d reader(s); each shuffles blocks of %d documents",
@@ -133,8 +142,15 @@ class StreamedText(TextSource):
         self.not_utf8: set[int] = set()
         """Numbers of the files, found so far, that are not UTF-8."""
 
+    @cached_property
+    def _identity(self) -> Identity:
+        return self._identify()
+
     def identity(self) -> str:
-        return self._identity()
+        return self._identity.text
+
+    def file_table(self) -> FileTable:
+        return self._identity.files
 
     def read_in_order_of(self, seed: int, part: int, start: int) -> Iterator[tuple[int, str | None]]:
         # Documents are shuffled in blocks, so that a place in the order is a place in a block: a run resumes at any
@@ -149,14 +165,14 @@ class StreamedText(TextSource):
 
     def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
         number, share = divmod(part, self._shares)
-        file = f"file {number} of {len(self._files)}"
+        file = f"file {number} of {len(self._read_files)}"
         began, resumed = time.monotonic(), start > 0
         on_malformed = ignore if share else self.count_malformed  # all shares read all lines
         start += (share - start) % self._shares
         if resumed:
             logger.info("%s: reading %s up to document %d, where the run resumes", self.name, file, start)
         try:
-            for text in itertools.islice(self._files[number](start, on_malformed), 0, None, self._shares):
+            for text in itertools.islice(self._read_files[number](start, on_malformed), 0, None, self._shares):
                 if resumed:
                     logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
                     resumed = False
@@ -175,5 +191,5 @@ class StreamedText(TextSource):
             self.not_utf8.add(number)
             logger.warning(
                 "%s: %d of %d file(s) so far are not UTF-8; file %d is skipped from document %d on: %s",
-                *(self.name, len(self.not_utf8), len(self._files), number, document, error),
+                *(self.name, len(self.not_utf8), len(self._read_files), number, document, error),
             )

@@ -42,9 +42,17 @@ from torchtrain.datasets.input_splits import (
     ShardedFiles,
     ShardedInput,
 )
-from torchtrain.datasets.local_files import are_plain_text, find_text_files, identity_of, log_malformed, log_not_utf8
+from torchtrain.datasets.local_files import (
+    are_plain_text,
+    find_text_files,
+    identify,
+    log_malformed,
+    log_not_utf8,
+    open_plain_text,
+    require_utf8_files,
+)
 from torchtrain.datasets.packing import DocumentSource, text_bytes
-from torchtrain.datasets.remote_files import find_remote_files, identity_of_remote
+from torchtrain.datasets.remote_files import find_remote_files, identify_remote, require_text_in_head
 from torchtrain.datasets.text_sources import PAUSES_SECONDS
 from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
@@ -78,15 +86,57 @@ def prepare(
     rank: int = 0,
     world_size: int = 1,
 ) -> Manifest | None:
-    """Tokenize this process's share of the documents of ``source``, or resume after a stop.
+    """``tokenize`` a single ``source``, which ``open_input`` opens."""
+    tokenizer = load_tokenizer(tokenizer_path)
+    documents = open_input(source, key, tokenizer, verify_bytes, rank=rank, world_size=world_size)
+    return tokenize(documents, tokenizer, location, processes, rank=rank, world_size=world_size)
+
+
+def open_input(
+    source: SourceConfig,
+    key: str,
+    tokenizer: Tokenizer,
+    verify_bytes: float = math.inf,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> ShardedInput:
+    """Open the texts of ``source``, and check what would otherwise stop the work later.
 
     Args:
         source: the source.
         key: its section, for messages.
-        tokenizer_path: see ``load_tokenizer``.
+        tokenizer: the tokenizer.
+        verify_bytes: the input is hashed, and its encoding checked, in full up to this size.
+        rank, world_size: number of this process, and of all processes, which divide the check among them.
+
+    Raises:
+        DataError: ``source`` does not match its config, or its text is not UTF-8.
+    """
+    if any(MANIFEST in open_folder(path, f"{key}.path").sizes() for path in source.paths):
+        raise DataError(
+            f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
+        )
+    context = SourceContext(key, tokenizer, verify_bytes=verify_bytes)
+    return with_retries(partial(_open_input, source, context, rank, world_size), key)
+
+
+def tokenize(
+    documents: ShardedInput,
+    tokenizer: Tokenizer,
+    location: str | Path,
+    processes: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Manifest | None:
+    """Tokenize this process's share of ``documents``, or resume after a stop.
+
+    Args:
+        documents: the input.
+        tokenizer: the tokenizer.
         location: the output folder.
         processes: number of worker processes that this process starts.
-        verify_bytes: the input is hashed in full up to this size.
         rank, world_size: number of this process, and of all processes that tokenize the source.
 
     Returns:
@@ -94,15 +144,8 @@ def prepare(
 
     Raises:
         DataError: the folder contains another source or the work of another tokenizer, complete or not; another process
-            is writing to it; or ``source`` does not match its config.
+            is writing to it; or the input is damaged.
     """
-    if any(MANIFEST in open_folder(path, f"{key}.path").sizes() for path in source.paths):
-        raise DataError(
-            f"{key}.path = {source.path!r} is prepared already: train on it, or give the texts it was made from"
-        )
-    tokenizer = load_tokenizer(tokenizer_path)
-    context = SourceContext(key, tokenizer, verify_bytes=verify_bytes)
-    documents = with_retries(partial(_open_input, source, context), key)
     names = [f"shard-{number:05}" for number in range(len(documents.shard_sizes))]
     plan = Manifest(
         tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(), shard_count=len(names)
@@ -132,38 +175,43 @@ def prepare(
     return manifest
 
 
-def _open_input(source: SourceConfig, context: SourceContext) -> ShardedInput:
-    files: list[LocalInputFile] = []
+def _open_input(source: SourceConfig, context: SourceContext, rank: int, world_size: int) -> ShardedInput:
     if source.source_type == "files":
         option = f"{context.section}.path"
         label = f"{option} = {source.path!r}"
         make_input = partial(ShardedFiles, column=source.text_column, name=label, skip_not_utf8=source.skip_not_utf8)
         if any(map(is_url, source.paths)):
             remote = find_remote_files(source.paths, label, option)
+            require_text_in_head(remote, source.text_column, skip_not_utf8=source.skip_not_utf8)
 
             def identity_now() -> str:
-                return identity_of_remote(find_remote_files(source.paths, label, option), context.verify_bytes)
+                return identify_remote(find_remote_files(source.paths, label, option), context.verify_bytes).text
 
             paths = [local_path(file.url) for file in remote]
             inputs = [
                 RemoteInputFile(file) if path is None else LocalInputFile(path)
                 for file, path in zip(remote, paths, strict=True)
             ]
-            identity = partial(identity_of_remote, remote, context.verify_bytes)
-            return make_input(inputs, identity=identity, identity_now=None if any(paths) else identity_now)
+            return make_input(
+                inputs,
+                identify=partial(identify_remote, remote, context.verify_bytes),
+                identity_now=None if any(paths) else identity_now,
+            )
         found = find_text_files(
             source.paths, source.text_column, label, split=source.split, skip_not_utf8=source.skip_not_utf8
         )
         files = [LocalInputFile(file) for file in found]
-        if not are_plain_text(found):
-            identity = partial(identity_of, found, context.verify_bytes)
-            return make_input(files, identity=identity)
+        if are_plain_text(found):
+            return ShardedDocuments(open_plain_text(found, label, context.verify_bytes), files)
+        if not source.skip_not_utf8:
+            require_utf8_files(found[rank::world_size], label, context.verify_bytes)
+        return make_input(files, identify=partial(identify, found, context.verify_bytes))
     opened = open_source(replace(source, download=True), context)
     if not isinstance(opened, DocumentSource):
         raise DataError(
             f"{context.section}.type = {source.type!r} cannot be prepared: it has no random access to its documents"
         )
-    return ShardedDocuments(opened, files)
+    return ShardedDocuments(opened)
 
 
 def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:

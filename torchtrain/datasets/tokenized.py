@@ -18,6 +18,7 @@ import xxhash
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import require
 from torchtrain.datasets.data_folder import DataFolder, Range
+from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable
 from torchtrain.datasets.data_source import (
     Bytes,
     DataSource,
@@ -167,6 +168,18 @@ class TokenizedDataset(DataSource):
         """Number and hash of all tokens."""
         hashes = "".join(shard.tokens_hash for shard in self._manifest.shards)
         return f"{len(self):,} tokens, hash {xxhash.xxh3_128_hexdigest(hashes.encode())[:16]}"
+
+    def file_table(self) -> FileTable:
+        """The files of tokens, by the manifest."""
+        entries = (
+            DataFile(
+                f"{self.folder.location}/{shard.name}.tokens",
+                shard.tokens * self._manifest.dtype.itemsize,
+                shard.tokens_hash[:HASH_DIGITS],
+            )
+            for shard in self._manifest.shards
+        )
+        return FileTable.of(entries, len(self._manifest.shards))
 
     def size(self, tokenizer: Tokenizer) -> SourceSize:  # noqa: ARG002
         return SourceSize(len(self), sum(shard.bytes for shard in self._manifest.shards))
