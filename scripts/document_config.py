@@ -51,7 +51,20 @@ torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_con
 ```
 
 Pass your TOML file of torchtitan 0.1 or 0.2 to the trainer. One error message lists every key that has another name in
-torchtrain or no counterpart, with the reason. All other keys are the same.
+torchtrain or no counterpart, with the reason. All other keys are the same. To convert the file:
+
+```bash
+pip install -e '.[convert]'
+python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml
+```
+
+Comments are kept, keys without a counterpart become comments that say why, and values are converted (`"AdamW"`,
+`"c4"`, `enable_float8_linear`). Defaults of the newest TOML version of torchtitan that differ, such as the linear
+decay, are written out. What is left to set, such as the tokenizer, is at the end of the file, and printed. The exit
+code is 2 if an option must be changed by hand before the file is valid.
+
+The configs of dense Llama models in torchtitan's repository of 2024-05 (6), 2025-01 (4) and 2025-10 (4) become valid
+files in this way. In 2026 torchtitan's configs are Python functions, which the command does not read.
 
 **Check the defaults that differ**: they change a run whose file does not set them.
 

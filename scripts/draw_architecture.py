@@ -14,7 +14,17 @@ FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
 
 # Folders and modules of the package, from the top layer to the lowest. docs/architecture.md explains them.
 LAYERS = {
-    "commands": ("train", "prepare", "convert", "generate", "evaluate", "estimate", "compare", "launch"),
+    "commands": (
+        "train",
+        "prepare",
+        "convert",
+        "generate",
+        "evaluate",
+        "estimate",
+        "compare",
+        "convert_config",
+        "launch",
+    ),
     "plugins": ("plugins",),
     "stages": ("stages",),
     "trainer": ("trainer",),

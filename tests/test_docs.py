@@ -62,6 +62,9 @@ LISTED = {
     "pip install -e .": "needs a package index; run by .ci/run",
     "pip install -e '.[plot]'": "needs a package index; run by .ci/run",
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
+    "python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml": "needs a config of torchtitan; "
+    "tests/test_convert_config.py runs a similar command",
     "pip install -e '.[eval]'": "needs a package index; run by .ci/run",
     "pip install -e '.[dev]' -c constraints.txt": "needs a package index; run by .ci/run",
     "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",
