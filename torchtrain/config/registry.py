@@ -45,7 +45,6 @@ class Registry:
         """
 
         def add(entry: Entry) -> Entry:
-            # A module that is imported again, as by a reload in a notebook, may register its own entry again.
             self.add(name, entry)
             return entry
 
@@ -53,6 +52,7 @@ class Registry:
 
     def add(self, name: str, entry: Any) -> None:
         """Register an entry: an object, or "module:attribute". Raises ConfigError as ``register`` does."""
+        # A module that is imported again, as by a reload in a notebook, may register its own entry again.
         earlier = _origin(self._entries.get(name, entry))
         if earlier != _origin(entry):
             raise ConfigError(f"{self.option} = {name!r} is registered twice, by {earlier} and {_origin(entry)}")

@@ -1011,4 +1011,5 @@ def to_dict(config: Any) -> dict[str, Any]:
         }
 
     options: dict[str, Any] = asdict(config, dict_factory=plain)
-    return options | options.pop("plugins") if isinstance(config, JobConfig) else options
+    of_plugins = options.pop("plugins") if isinstance(config, JobConfig) else {}
+    return options | of_plugins
