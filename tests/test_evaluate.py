@@ -278,7 +278,7 @@ def test_answer_longer_than_the_training_sequences_is_an_error(trained_run: Path
 
 
 def test_long_context_is_truncated_from_the_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtrain import evaluate as command
+    from torchtrain.plugins.evaluation import evaluate_command as command
 
     inputs: list[Any] = []
 
@@ -317,7 +317,7 @@ def test_weights_and_tokenizer_options_are_used(trained_run: Path) -> None:
 def test_invalid_output_path_is_rejected_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: list[str]
 ) -> None:
-    from torchtrain import evaluate as command
+    from torchtrain.plugins.evaluation import evaluate_command as command
 
     (tmp_path / "file").touch()
     monkeypatch.setattr(command, "cli_evaluate", lambda: pytest.fail("the evaluation started"))
@@ -331,7 +331,7 @@ def test_failed_saving_of_results_is_an_error(
 ) -> None:
     from lm_eval.loggers import EvaluationTracker
 
-    from torchtrain import evaluate as command
+    from torchtrain.plugins.evaluation import evaluate_command as command
 
     def evaluate_and_save() -> None:
         EvaluationTracker("/proc/nowhere").save_results_aggregated({"results": {}}, {})

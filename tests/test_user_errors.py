@@ -24,6 +24,7 @@ from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.errors import ConfigError
+from torchtrain.plugins.evaluation.generate_command import read_prompts
 
 ROOT = Path(__file__).parent.parent
 
@@ -150,7 +151,7 @@ def test_prompts_file_is_read_as_utf8_with_any_line_ending(trained_run: Path, tm
     assert generate.main([str(trained_run), *options]) == 0
     assert [json.loads(line)["prompt"] for line in out.read_text("utf-8").split("\n")[:-1]] == ["a\u2028b", "c?"]
     (tmp_path / "prompts.txt").write_bytes("\ufeffa\u2028b\r\n\r\nc".encode())
-    assert generate.read_prompts(tmp_path / "prompts.txt") == ["a\u2028b", "c"]
+    assert read_prompts(tmp_path / "prompts.txt") == ["a\u2028b", "c"]
 
 
 def close_outputs() -> None:
