@@ -174,6 +174,15 @@ def test_end_time_of_the_job_is_passed_to_the_ranks(job: Job, job_info: str, end
     assert job.steps.with_name("steps.end").read_text() == f"{end}\n"
 
 
+def test_job_that_may_not_be_requeued_ends_after_its_save(job: Job) -> None:
+    """After scontrol update JobId=7 Requeue=0, and scancel --signal=USR1 7."""
+    job.environment["JOB"] = "JobId=8 Requeue=0 Nodes=a\\nJobId=7 Requeue=1 Nodes=a\\n"
+    assert job.run_step("75 10") == (0, True)
+    job.environment["JOB"] = "JobId=7 Name=a Requeue=0 Nodes=a\\n"
+    assert job.run_step("75 20") == (75, False)
+    assert "the job is not requeued: it has Requeue=0" in job.output
+
+
 def test_job_without_gpus_has_one_rank(job: Job) -> None:
     job.environment |= {"SLURM_GPUS_PER_NODE": "0"}
     assert job.run_step("0") == (0, False)
