@@ -1,6 +1,6 @@
 """Conversion of a TOML config of torchtitan, with its comments."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import tomlkit
 from tomlkit.container import Container
 from tomlkit.exceptions import ParseError
-from tomlkit.items import Comment, Item, Table
+from tomlkit.items import Comment, InlineTable, Item, Table
 
 from torchtrain.config.help import toml
 from torchtrain.config.parse import FROM_TORCHTITAN
@@ -25,6 +25,7 @@ VALUES: dict[str, dict[Any, Any]] = {
 }
 C4 = {"name": "allenai/c4", "subset": "en"}
 DATASETS: dict[str, dict[str, str]] = {"c4": C4, "c4_validation": {**C4, "split": "validation"}}
+SECTION_OF_DATA = {"data": "training", "validation": "validation"}  # torchtitan's by ours
 SMALL_DATASETS = ("c4_mini", "c4_test")  # files of torchtitan's repository
 # The number of layers of each pipeline stage, which torchtitan does not have as a list of numbers.
 BY_HAND = "parallelism.pipeline_parallel_layers_per_stage"
@@ -66,7 +67,7 @@ def convert_config(text: str, name: str) -> tuple[str, list[str]]:
         document = tomlkit.parse(text)
     except ParseError as error:
         raise ConfigError(f"{name} is not valid TOML: {printable(str(error))}") from None
-    conversion = Conversion()
+    conversion = Conversion({full_name: item.unwrap() for full_name, item, _ in entries(document) if item is not None})
     lines = [f"# {name} of torchtitan, converted by torchtrain.convert_config"]
     for full_name, item, comments in entries(document):
         if item is not None:
@@ -84,21 +85,21 @@ def convert_config(text: str, name: str) -> tuple[str, list[str]]:
     return "\n".join(lines) + "\n", to_set
 
 
-def entries(table: Container | Table, prefix: str = "") -> Iterator[tuple[str, Item | None, list[str]]]:
+def entries(table: Container | Table | InlineTable, prefix: str = "") -> Iterator[tuple[str, Item | None, list[str]]]:
     """The keys of ``table`` by full name with their values and the comments above them, in order.
 
     Comments that no key of the table follows have the name of the table, and no value.
     """
     comments: list[str] = []
-    for key, item in table.value.body if isinstance(table, Table) else table.body:
+    for key, item in table.body if isinstance(table, Container) else table.value.body:
         if isinstance(item, Comment):
             comments.append(item.as_string().strip())
         elif key is not None:
-            is_table = isinstance(item, Table)
+            is_table = isinstance(item, Table | InlineTable)
             if comments or not is_table:
                 yield (prefix.rstrip("."), None, comments) if is_table else (f"{prefix}{key.key}", item, comments)
                 comments = []
-            if isinstance(item, Table):
+            if isinstance(item, Table | InlineTable):
                 yield from entries(item, f"{prefix}{key.key}.")
     if comments:
         yield prefix.rstrip("."), None, comments
@@ -107,7 +108,8 @@ def entries(table: Container | Table, prefix: str = "") -> Iterator[tuple[str, I
 class Conversion:
     """The lines of each section of torchtrain's config, in the order in which they were added."""
 
-    def __init__(self) -> None:
+    def __init__(self, theirs: Mapping[str, Any]) -> None:
+        self.theirs = theirs  # all values of torchtitan's file by full name
         self.sections: dict[str, list[Line]] = {}
         self.values: dict[str, Any] = {}
         self.needs_data: list[str] = []
@@ -116,13 +118,21 @@ class Conversion:
         """Convert one key of torchtitan."""
         here, _, note = counterpart(name)
         value, comment = item.unwrap(), item.trivia.comment
+        section = here.partition(".")[0]
+        if name.endswith("float8.recipe_name") and not self.has_float8():
+            self.add_comment(name, item, "float8 is off in torchtitan: nothing enables it", above)
+            return
+        if here in ("data.name", "validation.name") and self.theirs.get(f"{SECTION_OF_DATA[section]}.dataset_path"):
+            self.add_comment(name, item, f"{section}.path has the data", above)
+            return
         if here in ("data.name", "validation.name") and value in (*DATASETS, *SMALL_DATASETS):
-            self.add_dataset(here.split(".")[0], name, str(value), comment, above)
+            self.add_dataset(section, name, str(value), comment, above)
             return
         if name == "model.converters":
             value = "tensorwise" if value == ["float8"] else value or "none"
         if name == "parallelism.pipeline_parallel_microbatch_size":
-            value = self.values.get("training.local_batch_size", 8) // max(1, int(value))
+            batch_size = self.theirs.get("training.local_batch_size", self.theirs.get("training.batch_size", 8))
+            value = batch_size // max(1, int(value))
         if here == BY_HAND and not (isinstance(value, list) and all(isinstance(n, int) for n in value)):
             self.add_comment(name, item, f"set {BY_HAND} by hand, {note}", above)
             return
@@ -136,6 +146,11 @@ class Conversion:
             return
         written = item.as_string() if translated == item.unwrap() and isinstance(value, type(translated)) else ""
         self.put(here, translated, written, comment, above)
+
+    def has_float8(self) -> bool:
+        """Whether torchtitan's file converts linear layers to float8; without it, torchtitan ignores the recipe."""
+        flags = ("float8.enable_float8_linear", "training.enable_float8_linear", "training.fp8_linear")
+        return "float8" in self.theirs.get("model.converters", ()) or any(map(self.theirs.get, flags))
 
     def put(self, here: str, value: Any, written: str = "", comment: str = "", above: Sequence[str] = ()) -> None:
         """Set the option ``here``, in place of an earlier value."""
