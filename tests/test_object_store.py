@@ -192,11 +192,13 @@ def test_expired_credentials_are_read_again(
     store.write("a", b"content")
     for number, request in enumerate(requests):
         proxy.fail("expired", key="first" if number == 0 else f"key{number - 1}")
-        with pytest.raises(ConfigError, match="access is denied"):
+        is_head = number == 1
+        message = "the request is invalid, or the credentials have expired" if is_head else "access is denied"
+        with pytest.raises(ConfigError, match=message):
             request()
         renew(f"key{number}")
         request()
-    assert "the store's credentials have expired, and are read again: " in caplog.messages[-1]
+    assert "the store refuses the credentials, which may have expired: read again: " in caplog.messages[-1]
     assert store.read("a") == b"content"
 
 

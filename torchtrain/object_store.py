@@ -160,7 +160,7 @@ def _with_new_credentials(file_system: Any, call: Callable[..., T], *args: Any, 
         chain = causes(error, handled)
         if not _have_expired(chain):
             raise
-        logger.warning("the store's credentials have expired, and are read again: %s", _reason(chain))
+        logger.warning("the store refuses the credentials, which may have expired: read again: %s", _reason(chain))
     # botocore renews credentials with a known end by itself, but reads those of a file only once.
     file_system.connect(refresh=True)
     return call(*args, **options)
@@ -208,7 +208,9 @@ def with_store_retries(
                 ) from error
             if not _is_transient(chain):
                 if isinstance(error, OSError) or status is not None:
-                    raise ConfigError(f"{location}: the request is invalid: {_reason(chain)}") from error
+                    # An answer to HEAD has no code that would tell one from the other.
+                    also = ", or the credentials have expired" if _have_expired(chain) else ""
+                    raise ConfigError(f"{location}: the request is invalid{also}: {_reason(chain)}") from error
                 raise
             if pause is None or (attempt >= MIN_ATTEMPTS and time.monotonic() - began >= MAX_RETRY_SECONDS):
                 raise StorageError(
@@ -356,7 +358,7 @@ def _have_expired(chain: Sequence[BaseException]) -> bool:
 
 
 def _is_denied(chain: Sequence[BaseException]) -> bool:
-    if _have_expired(chain):
+    if any(error_code(error) in _EXPIRED_CODES for error in chain):
         return True
     if any(error_code(error) in _TRANSIENT_CODES for error in chain):
         return False
