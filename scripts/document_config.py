@@ -12,7 +12,7 @@ from pathlib import Path
 
 import tomli
 
-from torchtrain.config.help import choices, read_docstrings, toml
+from torchtrain.config.help import choices, docstrings_of, toml
 from torchtrain.config.parse import FROM_TORCHTITAN
 from torchtrain.config.schema import SourceConfig, SourcesConfig, key_of, section_types, to_dict
 
@@ -78,15 +78,13 @@ def as_markdown(text: str) -> str:
     return re.sub(r"docs/([a-z-]+)\.md", r"[\1](\1.md)", text)
 
 
-def table(section: type, docstrings: dict[str, dict[str, str]]) -> Iterator[str]:
+def table(section: type) -> Iterator[str]:
     """The lines about a section: the docstring of its class, and its options as a table."""
     hints = typing.get_type_hints(section, include_extras=True)
     inherited = SourceConfig.__dataclass_fields__ if issubclass(section, SourcesConfig) else {}
-    texts: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        texts |= docstrings.get(base.__name__, {})
-    if docstrings[section.__name__][""]:
-        yield f"{as_markdown(docstrings[section.__name__][''])}\n"
+    texts = docstrings_of(section)
+    if texts[""]:
+        yield f"{as_markdown(texts[''])}\n"
     yield "| option | default | description |\n| --- | --- | --- |"
     if inherited:
         yield "| the options of a [source](#source) | | |"
@@ -112,14 +110,14 @@ def collect(section: type, nested: dict[str, type]) -> None:
 def render() -> str:
     """docs/configuration.md."""
     lines, nested = [HEAD], {}
-    hints, docstrings = section_types(), read_docstrings()
+    hints = section_types()
     for section in SECTIONS:
-        lines += [f"## [{section}]\n", *table(hints[section], docstrings)]
+        lines += [f"## [{section}]\n", *table(hints[section])]
         if section in NOTES:
             lines.append(NOTES[section])
         collect(hints[section], nested)
     for name, hint in nested.items():
-        lines += [f"## {name}\n", f"{TABLES[name]}\n", *table(hint, docstrings)]
+        lines += [f"## {name}\n", f"{TABLES[name]}\n", *table(hint)]
     return "\n".join(lines)
 
 

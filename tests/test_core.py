@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,18 @@ import tomli
 from draw_architecture import FILES, ROOT, imports_of
 from forked_run import CONFIG, saved_tensors
 from forkserver import free_port
+
+from torchtrain.checkpoint.resume_compatibility import (
+    Kind,
+    check_resume_compatibility,
+    differences,
+    hash_of_changes,
+)
+from torchtrain.checkpoint.weights import checkpoint_folders
+from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.registry import CONFIG_SECTIONS
+from torchtrain.config.schema import Count, Section
+from torchtrain.errors import CheckpointError, ConfigError
 
 PACKAGE = ROOT / "torchtrain"
 PLUGINS = PACKAGE / "plugins"
@@ -265,7 +278,9 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     # Options of a plugin change the run, unless its section says otherwise.
     assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
     environment["PYTHONPATH"] = str(ROOT)
-    assert "example is not a known section" in run()
+    message = run()
+    assert "example is not a known section" in message
+    assert "or it is of a plugin that is not installed" in message
 
 
 def test_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
@@ -278,4 +293,53 @@ def test_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert result.returncode == 2, result.stderr
     assert "the plugin 'broken' of the package 'torchtrain-broken' cannot be imported: " in result.stderr
-    assert "No module named 'no_such_module_of_mine'; install what it needs, or uninstall it" in result.stderr
+    assert (
+        "ModuleNotFoundError: No module named 'no_such_module_of_mine'; install what it needs, or uninstall it"
+        in result.stderr
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig(Section, name="example"):
+    """Options of an example, in a class that is named as one of the core."""
+
+    size: Count = 1
+    """The size."""
+
+
+def test_section_of_a_plugin_has_a_name_of_its_own() -> None:
+    for name in ("training", "stages", "plugins", "not-a-name"):
+        CONFIG_SECTIONS.add(name, DataConfig)
+        with pytest.raises(ConfigError, match=rf"DataConfig cannot be the section '{name}': take another name"):
+            parse([])
+        del CONFIG_SECTIONS._entries[name]
+    CONFIG_SECTIONS.add("other", DataConfig)
+    with pytest.raises(ConfigError, match="it must be a Section with name='other'"):
+        parse([])
+
+
+def test_help_of_a_class_that_is_named_as_one_of_the_core(capsys: pytest.CaptureFixture[str]) -> None:
+    CONFIG_SECTIONS.add("example", DataConfig)
+    for section, text in (("example", "The size."), ("data", "Training data.")):
+        with pytest.raises(SystemExit):
+            parse(["--help", section])
+        assert text in capsys.readouterr().out
+
+
+def test_run_of_a_plugin_resumes_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    current = to_toml(parse([]))
+    saved = f"{current}\n[example]\nsize = 5\n[estimate]\nmtbf_hours = 5.0\n"
+    with pytest.raises(CheckpointError, match=r"example.size = None \(checkpoint: 5\)") as error:
+        check_resume_compatibility(saved, current, ())
+    assert "checkpoint.allow_changes = ['example.size']" in str(error.value)
+    allowed = parse(["--checkpoint.allow_changes", "example.size"]).checkpoint.allow_changes
+    assert check_resume_compatibility(saved, current, allowed)
+    # Options of a command that is not installed do not change a run.
+    monkeypatch.delitem(CONFIG_SECTIONS._entries, "estimate")
+    assert {d.key: d.kind for d in differences(saved, current)}["estimate.mtbf_hours"] is Kind.HARMLESS
+    # The hash of a run is the same, whatever is installed.
+    before = hash_of_changes(current)
+    CONFIG_SECTIONS.add("example", DataConfig)
+    assert hash_of_changes(current) == before
+    (tmp_path / "config.toml").write_text('[unknown]\nx = 1\n[checkpoint]\nfolder = "mine"\n')
+    assert checkpoint_folders(tmp_path)[0] == str(tmp_path / "mine")

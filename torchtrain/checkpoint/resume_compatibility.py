@@ -5,7 +5,7 @@ Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones sp
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import zip_longest
@@ -69,6 +69,8 @@ def kind_of(key: str) -> Kind:
     section = key.split(".")[0]
     if section in CONFIG_SECTIONS:
         return Kind.CHANGES if CONFIG_SECTIONS[section].changes_run else Kind.HARMLESS
+    if section in CONFIG_SECTIONS.of_plugins:  # which is not installed: its command does not train
+        return Kind.HARMLESS
     found = (kind for name in (key, key.split(".")[0]) for kind, names in KINDS.items() if name in names)
     return next(found, Kind.CHANGES)
 
@@ -94,7 +96,8 @@ class Difference:
 
 def differences(saved_toml: str, current_toml: str) -> list[Difference]:
     """Options in which two resolved configs differ, in the order of their names."""
-    saved, current = options_in(saved_toml), options_in(current_toml)
+    sections = tomli.loads(saved_toml).keys() | tomli.loads(current_toml).keys()
+    saved, current = options_in(saved_toml, sections), options_in(current_toml, sections)
     of_stages = _differences_of_stages(saved.pop("stages", ()), current.pop("stages", ()))
     return of_stages + [
         Difference(key, saved.get(key), current.get(key))
@@ -117,9 +120,15 @@ def _differences_of_stages(
     ]
 
 
-def options_in(text: str) -> dict[str, Any]:
-    """The options in ``text`` by full name, with defaults, also those that depend on other options."""
-    options = {**default_options(), **flat(tomli.loads(text))}
+def options_in(text: str, sections: Collection[str] = ()) -> dict[str, Any]:
+    """The options in ``text`` by full name, with defaults, also those that depend on other options.
+
+    Of plugins, only the sections in ``text`` and ``sections``: whether others are installed makes no difference.
+    """
+    table = tomli.loads(text)
+    installed = set(CONFIG_SECTIONS).difference(table, sections)
+    defaults = {name: value for name, value in default_options().items() if name.split(".")[0] not in installed}
+    options = {**defaults, **flat(table)}
     for source in options.get("data.sources", ()):
         source.pop("revision", None)  # as data.revision
         source.pop("label", None)  # as data.label

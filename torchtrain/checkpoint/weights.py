@@ -20,8 +20,8 @@ from torchtrain.checkpoint.storage import (
     checkpoint_storage,
     open_storage,
 )
-from torchtrain.config.parse import from_file, from_text
-from torchtrain.config.schema import JobConfig, TrainingConfig
+from torchtrain.config.parse import from_text, from_toml, read_table, read_text
+from torchtrain.config.schema import CheckpointConfig, JobConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
@@ -84,8 +84,10 @@ def checkpoint_folders(path: str | Path) -> list[str]:
     folders = [f"{str(path).rstrip('/')}/checkpoint", str(path)]
     if not is_url(path) and (Path(path) / CONFIG).is_file() and not (Path(path) / MANIFEST).exists():
         with suppress(ConfigError):
-            config = from_file(str(Path(path) / CONFIG))
-            folders.insert(0, config.checkpoint.location(path))
+            # Other options may be of a plugin that is not installed here.
+            section = read_table(read_text(str(Path(path) / CONFIG)), CONFIG).get("checkpoint")
+            given = {"folder": section["folder"]} if isinstance(section, dict) and "folder" in section else {}
+            folders.insert(0, from_toml(CheckpointConfig, given, "checkpoint.").location(path))
     return folders
 
 

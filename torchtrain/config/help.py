@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 import inspect
 import json
 import shutil
@@ -9,7 +10,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from torchtrain.config.registry import CONFIG_SECTIONS, Registry
@@ -38,19 +39,26 @@ def toml(value: Any) -> str:
     return f"[{', '.join(map(toml, value))}]" if isinstance(value, tuple | list) else str(value)
 
 
-def read_docstrings() -> dict[str, dict[str, str]]:
-    """The docstrings of the classes and fields of options, each as one line, by name of the class and of the field.
+def docstrings_of(section: type) -> dict[str, str]:
+    """The docstrings of a dataclass of options and of its fields, each as one line; that of the class is named ""."""
+    found: dict[str, str] = {}
+    for base in reversed(section.__mro__):
+        found = {**found, "": "", **_docstrings_in(base.__module__).get(base.__name__, {})}
+    return found
 
-    The docstring of the class has the name "".
-    """
-    found = {}
-    for module in sorted({section.__module__ for section in section_types().values()}):
-        for node in ast.parse(inspect.getsource(sys.modules[module])).body:
-            if isinstance(node, ast.ClassDef):
-                found[node.name] = {"": ast.get_docstring(node) or ""}
-                for field, text in zip(node.body, node.body[1:], strict=False):
-                    if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-                        found[node.name][field.target.id] = text.value.value  # type: ignore[union-attr, attr-defined]
+
+@functools.cache
+def _docstrings_in(module: str) -> dict[str, dict[str, str]]:
+    """Docstrings of classes in ``module`` and of their fields, by name of the class; without those of Python itself."""
+    found: dict[str, dict[str, str]] = {}
+    if module == "builtins":
+        return found
+    for node in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(node, ast.ClassDef):
+            texts = found[node.name] = {"": ast.get_docstring(node) or ""}
+            for field, text in zip(node.body, node.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[field.target.id] = text.value.value  # type: ignore[union-attr, attr-defined]
     return {name: {key: " ".join(text.split()) for key, text in texts.items()} for name, texts in found.items()}
 
 
@@ -63,23 +71,21 @@ class Entry:
     text: str
 
 
-def entries(name: str, section: type, docstrings: Mapping[str, Mapping[str, str]], table: Any) -> Iterator[Entry]:
+def entries(name: str, section: type, table: Any) -> Iterator[Entry]:
     """The options of the dataclass ``section`` and of those nested in it, in order; ``name``: its full name.
 
     Args:
         table: the section of the config file, or None. Values that differ from the defaults are shown.
     """
     hints = typing.get_type_hints(section, include_extras=True)
-    texts: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        texts |= docstrings.get(base.__name__, {})
+    texts = docstrings_of(section)
     for field in dataclasses.fields(section):
         hint = hints[field.name]
         full_name, own = f"{name}.{key_of(field.name)}", getattr(table, field.name, None)
-        text = texts[field.name].removeprefix(f"[{full_name}]: ")
+        text = texts.get(field.name, "").removeprefix(f"[{full_name}]: ")
         if dataclasses.is_dataclass(hint):
             yield Entry(full_name, f"[{full_name}]", text)
-            yield from entries(full_name, hint, docstrings, own)  # type: ignore[arg-type]
+            yield from entries(full_name, hint, own)  # type: ignore[arg-type]
         elif typing.get_origin(hint) is dict:
             yield Entry(full_name, f"[{full_name}]  in the config file", text)
         elif any(dataclasses.is_dataclass(argument) for argument in typing.get_args(hint)):
@@ -117,17 +123,17 @@ def help_page(topic: str, prog: str, description: str, config: JobConfig) -> str
         ConfigError: there is no such section or option.
     """
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    docstrings, sections = read_docstrings(), section_types()
+    sections = section_types()
     if not topic:
-        return overview(prog, description, docstrings, width)
+        return overview(prog, description, width)
     section = topic.partition(".")[0]
     found: list[str] = []
     if section in sections:
         if topic == section:
-            found += [*textwrap.wrap(f"[{section}] {docstrings[sections[section].__name__]['']}", width), ""]
+            found += [*textwrap.wrap(f"[{section}] {docstrings_of(sections[section])['']}", width), ""]
         kind = sections[section]
         own_options = section_of(config, kind) if section in CONFIG_SECTIONS else getattr(config, section)
-        for entry in entries(section, kind, docstrings, own_options):
+        for entry in entries(section, kind, own_options):
             if f"{entry.name}.".startswith(f"{topic}."):
                 found.append(f"  {entry.heading}")
                 found += textwrap.wrap(entry.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -136,7 +142,7 @@ def help_page(topic: str, prog: str, description: str, config: JobConfig) -> str
     return "\n".join(found)
 
 
-def overview(prog: str, description: str, docstrings: Mapping[str, Mapping[str, str]], width: int) -> str:
+def overview(prog: str, description: str, width: int) -> str:
     """The text of ``--help``: usage and sections. The section of the command's own options is the first."""
     own = prog.rpartition(".")[2]
     sections = section_types()
@@ -146,7 +152,7 @@ def overview(prog: str, description: str, docstrings: Mapping[str, Mapping[str, 
     lines.append("sections:")
     column = 4 + max(map(len, sections))
     for name in sorted(sections, key=lambda name: name != own):  # else in their order
-        summary = docstrings[sections[name].__name__][""].partition(". ")[0].rstrip(".")
+        summary = docstrings_of(sections[name])[""].partition(". ")[0].rstrip(".")
         lines.append(f"  {name:{column - 2}}{summary}")
     examples = (
         ("--help training", "all options of a section"),

@@ -302,13 +302,14 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
     names = {key_of(field.name): field.name for field in dataclasses.fields(section)}  # type: ignore[arg-type]
     values, plugins, problems = {}, {}, []
     is_whole = section is JobConfig
+    sections = section_types() if is_whole else {}
     for key, value in table.items():
         name = printable(prefix + key)
         if option_of_value(name, value) != name:
             key = option_of_value(name, value).removeprefix(prefix)
         try:
-            if is_whole and (key in CONFIG_SECTIONS or key in CONFIG_SECTIONS.of_plugins):
-                plugins[key] = convert(CONFIG_SECTIONS[key], value, name, checked)
+            if is_whole and key in CONFIG_SECTIONS:
+                plugins[key] = convert(sections[key], value, name, checked)
                 continue
             if key in names and not (is_whole and key == "plugins"):
                 values[names[key]] = convert(hints[names[key]], value, name, checked)
@@ -320,8 +321,12 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
             problems += hints_for_torchtitan
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
-            choices = section_types() if is_whole else names
-            problems.append(f"{name} is not a known {kind}{did_you_mean(key, choices, prefix)}")
+            hint = did_you_mean(key, sections or names, prefix)
+            if is_whole and key in CONFIG_SECTIONS.of_plugins:
+                hint = f": it is of the plugin {CONFIG_SECTIONS.of_plugins[key]}, which is not installed"
+            elif is_whole and isinstance(value, dict):
+                hint += "; or it is of a plugin that is not installed"
+            problems.append(f"{name} is not a known {kind}{hint}")
     if problems:
         raise ConfigError("\n  ".join(problems))
     if is_whole:

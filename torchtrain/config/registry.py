@@ -218,11 +218,11 @@ def load_plugins() -> None:
     for point in sorted(entry_points(group="torchtrain.plugins"), key=lambda point: point.name):
         try:
             point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # of any kind: it is code of somebody else
             package = point.dist.name if point.dist else "?"
             raise ConfigError(
-                f"the plugin {point.name!r} of the package {package!r} cannot be imported: {error}; install what it "
-                f"needs, or uninstall it (pip uninstall {package})"
+                f"the plugin {point.name!r} of the package {package!r} cannot be imported: "
+                f"{type(error).__name__}: {error}; install what it needs, or uninstall it (pip uninstall {package})"
             ) from error
 
 
@@ -231,5 +231,5 @@ def check_plugin_options(config: Any) -> None:
     for option, plugin in PLUGIN_OPTIONS.items():
         section, name = option.split(".")
         value = getattr(getattr(config, section), name)
-        if value and not (PLUGINS / plugin.rpartition(".")[2]).is_dir():
+        if value and not (PLUGINS / plugin.rpartition(".")[2] / "__init__.py").is_file():
             raise ConfigError(f"{option} = {value!r} needs the plugin {plugin}, which is not installed")

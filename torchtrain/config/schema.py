@@ -977,18 +977,29 @@ class JobConfig:
             of_plugins = {name: asdict(CONFIG_SECTIONS[name]()) for name in CONFIG_SECTIONS}
             known = flat(asdict(self) | of_plugins)
             for name in self.checkpoint.allow_changes:
+                is_free = f"{name}.".startswith(("optimizer.options.", "data.options."))
+                of_missing_plugin = "." in name and name.split(".")[0] not in section_types()
                 require(
-                    name in known or f"{name}.".startswith(("optimizer.options.", "data.options.")),
+                    name in known or is_free or of_missing_plugin,
                     f"checkpoint.allow_changes names {name!r}, which is not an option; options look like "
                     "'optimizer.lr'",
                 )
 
 
 def section_types() -> dict[str, Any]:
-    """The dataclass of each section by name, those of plugins last; [[stages]] are tables of any options."""
+    """The dataclass of each section by name, those of plugins last; [[stages]] are tables of any options.
+
+    Raises:
+        ConfigError: a plugin's section has the name of one of the core, or another name than it is registered by.
+    """
     hints = get_type_hints(JobConfig)
-    core = {name: hint for name, hint in hints.items() if name not in ("plugins", "stages")}
-    return core | {name: CONFIG_SECTIONS[name] for name in CONFIG_SECTIONS}
+    of_plugins = {name: CONFIG_SECTIONS[name] for name in CONFIG_SECTIONS}
+    for name, section in of_plugins.items():
+        where = f"{section.__module__}.{section.__qualname__}"
+        require(name.isidentifier() and name not in hints, f"{where} cannot be the section {name!r}: take another name")
+        same = section.section_name == name
+        require(same, f"{where} is registered as the section {name!r}: it must be a Section with name={name!r}")
+    return {name: hint for name, hint in hints.items() if name not in ("plugins", "stages")} | of_plugins
 
 
 def section_of(config: JobConfig, section: type[AnySection]) -> AnySection:
