@@ -193,7 +193,7 @@ def test_expired_credentials_are_read_again(
     for number, request in enumerate(requests):
         proxy.fail("expired", key="first" if number == 0 else f"key{number - 1}")
         # Where the client asks by HEAD first, the answer has no error code.
-        with pytest.raises(ConfigError, match="access is denied|or the credentials have expired"):
+        with pytest.raises(ConfigError, match=r"access is denied|or the credentials have expired"):
             request()
         renew(f"key{number}")
         request()
