@@ -29,6 +29,7 @@ from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import Count, Section
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.plugins.comparison.runs import open_run
 
 PACKAGE = ROOT / "torchtrain"
 PLUGINS = PACKAGE / "plugins"
@@ -343,3 +344,4 @@ def test_run_of_a_plugin_resumes_without_it(tmp_path: Path, monkeypatch: pytest.
     assert hash_of_changes(current) == before
     (tmp_path / "config.toml").write_text('[unknown]\nx = 1\n[checkpoint]\nfolder = "mine"\n')
     assert checkpoint_folders(tmp_path)[0] == str(tmp_path / "mine")
+    assert open_run(tmp_path).config.checkpoint.folder == "mine"

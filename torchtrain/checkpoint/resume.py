@@ -54,7 +54,7 @@ def newest_config(storage: CheckpointStorage, load_step: int) -> JobConfig | Non
         if load_step in (-1, step):
             with contextlib.suppress(ConfigError, CheckpointError):
                 checkpoint = storage.open(step)
-                return from_text(read_config(checkpoint), checkpoint.path_of(CONFIG))
+                return from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
     return None
 
 

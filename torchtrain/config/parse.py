@@ -231,11 +231,13 @@ def read_table(text: str, path: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not valid TOML: {printable(str(error))}") from None
 
 
-def from_text(text: str, path: str, *, only_model: bool = False, checked: bool = True) -> JobConfig:
+def from_text(
+    text: str, path: str, *, only_model: bool = False, only_known: bool = False, checked: bool = True
+) -> JobConfig:
     """As ``from_file``, from the ``text`` of the file.
 
     ``only_model``: only the options that define the model, [model] and training.seq_len. Others may have values that
-    this version rejects.
+    this version rejects. ``only_known``: without unknown sections, such as those of a plugin that is not installed.
     """
     table = read_table(text, path)
     modules = missing_modules(table)
@@ -243,6 +245,9 @@ def from_text(text: str, path: str, *, only_model: bool = False, checked: bool =
         table = {name: table[name] for name in ("model", "training") if name in table}
         if isinstance(table.get("training"), dict):
             table["training"] = {key: value for key, value in table["training"].items() if key == "seq_len"}
+    if only_known:
+        known = {*section_types(), "stages"}
+        table = {name: value for name, value in table.items() if name in known}
     try:
         return from_toml(JobConfig, table, checked=checked)
     except ConfigError as error:

@@ -23,7 +23,7 @@ from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differe
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, open_storage
 from torchtrain.checkpoint.weights import checkpoint_folders, find_checkpoint
-from torchtrain.config.parse import from_file, from_text, to_toml
+from torchtrain.config.parse import from_text, read_text, to_toml
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.stages import stage_configs
 from torchtrain.datasets.order import Mixture
@@ -104,14 +104,16 @@ def open_run(location: str | Path) -> RunFolder:
     """
     if is_url(location):
         checkpoint = find_checkpoint(location)
-        run = RunFolder(str(location), from_text(read_config(checkpoint), checkpoint.path_of(CONFIG)), {}, {})
+        config = from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
+        run = RunFolder(str(location), config, {}, {})
         metrics = read_metrics(checkpoint)
     else:
         path = Path(location)
         names = names_in(path) if path.is_dir() else []
         if "config.toml" not in names:
             raise ConfigError(f"{path} is not the folder of a run, such as outputs/debug_model: it has no config.toml")
-        run = RunFolder(path, from_file(str(path / "config.toml")), {}, {})
+        file = str(path / "config.toml")
+        run = RunFolder(path, from_text(read_text(file), file, only_known=True), {}, {})
         metrics = read_file(path / METRICS) if METRICS in names else b""
     for text in metrics.splitlines():
         try:
