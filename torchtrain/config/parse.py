@@ -329,7 +329,7 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
             hint = did_you_mean(key, sections or names, prefix)
             if is_whole and key in CONFIG_SECTIONS.of_plugins:
                 hint = f": it is of the plugin {CONFIG_SECTIONS.of_plugins[key]}, which is not installed"
-            elif is_whole and isinstance(value, dict):
+            elif is_whole and isinstance(value, dict) and not hint.startswith("; did you mean"):
                 hint += "; or it is of a plugin that is not installed"
             problems.append(f"{name} is not a known {kind}{hint}")
     if problems:
