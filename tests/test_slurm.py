@@ -149,6 +149,22 @@ def test_job_at_its_time_limit_resumes_in_the_next_start(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_job_that_may_not_be_requeued_saves_and_stops_for_good(
+    cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    job = submit(cluster, forked_ranks, folder)
+    cluster.wait_for(lambda: len(logged_losses(folder)) > 7, 200)
+    cluster.ask("scontrol", "update", f"JobId={job}", "Requeue=0")
+    cluster.ask("scancel", "--signal=USR1", job)
+    assert cluster.wait_for_end(job, 200) == "FAILED"  # exit code 75
+    assert "the job is not requeued: it has Requeue=0" in output_of(folder)
+    assert cluster.field(job, "Restarts") == "0"
+    assert list((folder / "checkpoint").glob("step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_manually_requeued_job_ends_with_the_same_checkpoint(
     cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
