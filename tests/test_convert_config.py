@@ -174,6 +174,45 @@ def test_command_prints_the_config_and_names_what_is_left(tmp_path: Path) -> Non
     assert "error: the converted config: optimizer.name = 'Adam' must be one of 'adamw', 'muon'" in found.stderr
 
 
+@pytest.mark.parametrize(
+    ("theirs", "left"),
+    [
+        ("[parallelism]\npipeline_parallel_microbatch_size = 'a'", "pipeline_parallel_microbatch_size = 'a'"),
+        ("[training]\nbatch_size = '8'\n[parallelism]\npipeline_parallel_microbatch_size = 2", "_size = 2"),
+        ("[model]\nconverters = true", "converters = true"),
+        ("[model]\nconverters = ['mx']", "converters = ['mx']"),
+        ("[[validation.sources]]\npath = 'x'", "sources = path = 'x'"),
+    ],
+)
+def test_value_that_cannot_be_converted_is_left_as_a_comment(theirs: str, left: str) -> None:
+    lines = convert_config(theirs, "theirs.toml")[0].splitlines()
+    assert [line for line in lines if line.startswith("# ") and left in line]
+
+
+def test_comments_of_a_value_that_another_key_replaces_are_kept() -> None:
+    theirs = "[model]\n# why\nconverters = ['float8']  # here\n[float8]\nrecipe_name = 'rowwise'  # there\n"
+    text = convert_config(theirs, "theirs.toml")[0]
+    assert "[float8]\n# why\n# here\nrecipe = 'rowwise'  # there\n" in text
+
+
+@pytest.mark.parametrize("theirs", ["[model\n", "[model]\nname = 'a'\nname = 'b'\n", f"a = {'[' * 200}{']' * 200}\n"])
+def test_command_rejects_what_is_not_toml(tmp_path: Path, theirs: str) -> None:
+    file = tmp_path / "theirs.toml"
+    file.write_text(theirs)
+    found = run_command("torchtrain.convert_config", str(file))
+    assert found.returncode == 2
+    assert "theirs.toml is not valid TOML: " in found.stderr
+    assert found.stdout == ""
+
+
+def test_wrong_type_is_an_error_after_the_converted_file(tmp_path: Path) -> None:
+    file = tmp_path / "theirs.toml"
+    file.write_text("[model]\ntokenizer_path = 5\n")
+    found = run_command("torchtrain.convert_config", str(file))
+    assert found.returncode == 2
+    assert "error: the converted config: model.tokenizer_path = 5 must be a string" in found.stderr
+
+
 def test_file_that_is_not_toml_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"theirs\.toml is not valid TOML: "):
         convert_config("[model\n", "theirs.toml")

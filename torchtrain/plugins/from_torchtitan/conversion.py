@@ -7,12 +7,12 @@ from typing import Any
 
 import tomlkit
 from tomlkit.container import Container
-from tomlkit.exceptions import ParseError
-from tomlkit.items import Comment, InlineTable, Item, Table
+from tomlkit.exceptions import TOMLKitError
+from tomlkit.items import AoT, Comment, InlineTable, Item, Table
 
 from torchtrain.config.help import toml
-from torchtrain.config.parse import FROM_TORCHTITAN
-from torchtrain.config.schema import default_options
+from torchtrain.config.parse import FROM_TORCHTITAN, read_table
+from torchtrain.config.schema import default_options, flat
 from torchtrain.errors import ConfigError
 from torchtrain.files import printable
 
@@ -63,11 +63,11 @@ def convert_config(text: str, name: str) -> tuple[str, list[str]]:
     Raises:
         ConfigError: the text is not valid TOML.
     """
+    conversion = Conversion(flat(read_table(text, name)))
     try:
         document = tomlkit.parse(text)
-    except ParseError as error:
+    except TOMLKitError as error:
         raise ConfigError(f"{name} is not valid TOML: {printable(str(error))}") from None
-    conversion = Conversion({full_name: item.unwrap() for full_name, item, _ in entries(document) if item is not None})
     lines = [f"# {name} of torchtitan, converted by torchtrain.convert_config"]
     for full_name, item, comments in entries(document):
         if item is not None:
@@ -128,11 +128,20 @@ class Conversion:
         if here in ("data.name", "validation.name") and value in (*DATASETS, *SMALL_DATASETS):
             self.add_dataset(section, name, str(value), comment, above)
             return
+        if isinstance(item, AoT):
+            self.add_comment(name, item, "tables have no counterpart in torchtrain", above)
+            return
         if name == "model.converters":
-            value = "tensorwise" if value == ["float8"] else value or "none"
+            if value not in ([], ["float8"]):
+                self.add_comment(name, item, f"set {here} by hand", above)
+                return
+            value = "tensorwise" if value else "none"
         if name == "parallelism.pipeline_parallel_microbatch_size":
             batch_size = self.theirs.get("training.local_batch_size", self.theirs.get("training.batch_size", 8))
-            value = batch_size // max(1, int(value))
+            if not (isinstance(batch_size, int) and isinstance(value, int) and value > 0):
+                self.add_comment(name, item, f"set {here} by hand, {note}", above)
+                return
+            value = batch_size // value
         if here == BY_HAND and not (isinstance(value, list) and all(isinstance(n, int) for n in value)):
             self.add_comment(name, item, f"set {BY_HAND} by hand, {note}", above)
             return
@@ -150,14 +159,15 @@ class Conversion:
     def has_float8(self) -> bool:
         """Whether torchtitan's file converts linear layers to float8; without it, torchtitan ignores the recipe."""
         flags = ("float8.enable_float8_linear", "training.enable_float8_linear", "training.fp8_linear")
-        return "float8" in self.theirs.get("model.converters", ()) or any(map(self.theirs.get, flags))
+        return self.theirs.get("model.converters") == ["float8"] or any(map(self.theirs.get, flags))
 
     def put(self, here: str, value: Any, written: str = "", comment: str = "", above: Sequence[str] = ()) -> None:
-        """Set the option ``here``, in place of an earlier value."""
+        """Set the option ``here``, in place of an earlier value, whose comments are kept above it."""
         section, _, key = here.partition(".")
         lines = self.sections.setdefault(section, [])
+        earlier = [text for line in lines if line.key == key for text in (*line.above, line.comment) if text]
         lines[:] = [line for line in lines if line.key != key]
-        lines.append(Line(key, written or toml(value), comment, list(above)))
+        lines.append(Line(key, written or toml(value), comment, [*earlier, *above]))
         self.values[here] = value
 
     def add_comment(self, name: str, item: Item, note: str, above: list[str]) -> None:
@@ -187,15 +197,15 @@ class Conversion:
     def add_defaults(self) -> None:
         """Write out defaults of torchtitan that differ from torchtrain's."""
         newest_last = sorted(FROM_TORCHTITAN.items(), key=lambda entry: entry[0] == entry[1][0])
-        theirs = {here: default for _, (here, default, _) in newest_last if default}
+        defaults = {here: default for _, (here, default, _) in newest_last if default}
         for here, ours in default_options().items():
             section = here.partition(".")[0]
             switch = SWITCHES.get(section)
-            if here not in theirs or here in self.values or here in NOT_NEEDED:
+            if here not in defaults or here in self.values or here in NOT_NEEDED:
                 continue
             if switch and switch != here and self.values.get(switch, False) in (False, "none"):
                 continue
-            value = tomlkit.parse(f"x = {theirs[here]}").unwrap()["x"]
+            value = tomlkit.parse(f"x = {defaults[here]}").unwrap()["x"]
             value = VALUES.get(here, {}).get(value, value) if isinstance(value, str | bool) else value
             if value != ours:
                 self.put(here, value, comment="# torchtitan's default")
@@ -203,7 +213,7 @@ class Conversion:
     def to_set(self) -> list[str]:
         """What the user has to set or to provide."""
         tokenizer = self.values.get("model.tokenizer_path", "")
-        missing = tokenizer and not Path(tokenizer).exists()
+        missing = tokenizer and not Path(str(tokenizer)).exists()
         given = [f"model.tokenizer_path: {tokenizer} does not exist here; name the tokenizer of the model"]
         return [*(given if missing else []), *self.needs_data]
 
