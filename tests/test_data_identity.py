@@ -1,5 +1,6 @@
 """The table of data files in checkpoints, and what a message says of two tables."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,28 @@ def table(*files: str) -> FileTable:
     ],
 )
 def test_differences_of_two_tables(before: tuple[str, ...], now: tuple[str, ...], expected: str) -> None:
-    assert describe_changes(*(from_json(as_json([table(*files)]))[0] for files in (before, now))) == expected
+    assert (
+        describe_changes(*(from_json(json.loads(as_json([table(*files)])))[0] for files in (before, now))) == expected
+    )
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        5,
+        [None],
+        [{}],
+        [{"folder": "a/", "count": None, "files": []}],
+        [{"folder": "a/", "count": 1, "files": [["b", "1", "h", ""]]}],
+        [{"folder": "a/", "count": 1, "files": [["b", 1, 7, ""]]}],
+        [{"folder": "a/", "count": 1, "files": [["b"]]}],
+        [{"folder": "a/", "count": 1, "files": [["b", 1, "h", "", "more"]]}],
+    ],
+)
+def test_json_that_is_no_table_is_rejected(content: object) -> None:
+    """With the errors that a resume reports as damage."""
+    with pytest.raises((ValueError, TypeError, LookupError, AttributeError)):
+        from_json(content)
 
 
 def test_table_of_many_files_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

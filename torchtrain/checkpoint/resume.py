@@ -15,6 +15,7 @@ It checks its lease before each checkpoint gets its final name, and before and a
 
 import contextlib
 import itertools
+import json
 import uuid
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from torchtrain.datasets.data_identity import FileTable, as_json, describe_chang
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import printable
+from torchtrain.files import parse_json, printable
 from torchtrain.logging import logger
 
 # The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
@@ -362,12 +363,11 @@ def _changed_files(
     is_same = [same_content(saved, current) for saved, current in pairs]
     if all(is_same) or DATA_FILES not in {record.name for record in manifest.files}:
         return []
-    content = read_verified(checkpoint, DATA_FILES)
+    path = checkpoint.path_of(DATA_FILES)
+    content = parse_json(read_verified(checkpoint, DATA_FILES), path, DamagedError)
     try:
         saved_tables = from_json(content)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedError(
-            f"{checkpoint.path_of(DATA_FILES)} is not a table of data files ({printable(str(error))})"
-        ) from error
-    tables = zip(is_same, saved_tables, from_json(data_files), strict=False)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise DamagedError(f"{path} is not a table of data files ({printable(str(error))})") from error
+    tables = zip(is_same, saved_tables, from_json(json.loads(data_files)), strict=False)
     return ["" if same else describe_changes(saved, current) for same, saved, current in tables]

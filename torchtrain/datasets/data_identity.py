@@ -5,6 +5,7 @@ import os.path
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from torchtrain.files import printable
 
@@ -78,14 +79,14 @@ def as_json(tables: Sequence[FileTable]) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
 
 
-def from_json(content: bytes) -> list[FileTable]:
-    """The tables that ``as_json`` has written.
+def from_json(content: Any) -> list[FileTable]:
+    """The tables in the parsed JSON that ``as_json`` has written.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError, RecursionError: ``content`` is something else.
+        ValueError, TypeError, LookupError, AttributeError: ``content`` is something else.
     """
     tables = []
-    for table in json.loads(content):
+    for table in content:
         files = [DataFile(str(table["folder"]) + name, size, *hashes) for name, size, *hashes in table["files"]]
         if not all(type(file.size) is int and isinstance(file.hash + file.content, str) for file in files):
             raise ValueError("a file without a size or a hash")
