@@ -10,6 +10,7 @@ cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 wheels=${WHEELS-wheels}
 export PYTHONUNBUFFERED=1
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-2} # several tests compile at the same time
 export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True} # as run_llama_train.sh does
 if [ -n "$wheels" ] && [ -d "$wheels" ]; then
   site=$(mktemp -d)

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,44 +81,29 @@ def products(device: Device) -> Iterator[Row]:
         x = torch.randn(tokens, inputs, device=device.type).bfloat16()
         weight = torch.randn(outputs, inputs, device=device.type).bfloat16() / inputs**0.5
         shape = {"tokens": tokens, "inputs": inputs, "outputs": outputs}
-        flops = 2 * tokens * inputs * outputs
         out = x @ weight.T
         runs: dict[str, Callable[[], Any]] = {
             "forward": lambda x=x, w=weight: x @ w.T,
             "input gradient": lambda out=out, w=weight: out @ w,
             "weight gradient": lambda out=out, x=x: out.T @ x,
         }
-        for name, run in runs.items():
-            seconds = device.seconds(run)
-            fraction = device.fraction(flops / seconds, "flops_bfloat16")
-            yield {
-                "kind": "product",
-                "dtype": "bfloat16",
-                "name": name,
-                **shape,
-                "seconds": seconds,
-                "fraction": fraction,
-            }
+        yield from (product_row(device, "bfloat16", name, shape, run) for name, run in runs.items())
         if device.tiny:
             continue
         a, b = x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn).T
         one = torch.ones((), device="cuda")
         rows, columns = torch.ones(tokens, 1, device="cuda"), torch.ones(1, outputs, device="cuda")
         for name, scales in {"tensorwise": (one, one), "rowwise": (rows, columns)}.items():
-            seconds = device.seconds(
-                lambda a=a, b=b, s=scales, fast=name == "tensorwise": torch._scaled_mm(
-                    a, b, *s, out_dtype=torch.bfloat16, use_fast_accum=fast
-                )
-            )
-            fraction = device.fraction(flops / seconds, "flops_float8")
-            yield {
-                "kind": "product",
-                "dtype": "float8",
-                "name": name,
-                **shape,
-                "seconds": seconds,
-                "fraction": fraction,
-            }
+            options = {"out_dtype": torch.bfloat16, "use_fast_accum": name == "tensorwise"}
+            multiply = partial(torch._scaled_mm, a, b, *scales, **options)
+            yield product_row(device, "float8", name, shape, multiply)
+
+
+def product_row(device: Device, dtype: str, name: str, shape: dict[str, int], run: Callable[[], Any]) -> Row:
+    """Time a matrix product."""
+    seconds, flops = device.seconds(run), 2 * shape["tokens"] * shape["inputs"] * shape["outputs"]
+    row: Row = {"kind": "product", "dtype": dtype, "name": name, **shape, "seconds": seconds}
+    return row | {"fraction": device.fraction(flops / seconds, f"flops_{dtype}")}
 
 
 def attentions(device: Device) -> Iterator[Row]:
