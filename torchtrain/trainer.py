@@ -142,7 +142,11 @@ class Trainer:
         self.model = build_model(self.model_config, mesh, device, config)
         config_toml = to_toml(config)
         resume_point = find_resume_point(
-            *(config.checkpoint, storage, config_toml, lambda: self.dataloader.identity, held),
+            config.checkpoint,
+            storage,
+            config_toml,
+            lambda: self.dataloader.identity,
+            held,
             data_files=lambda: [source.file_table() for source in self.dataloader.sources],
         )
         self.init_or_load_weights(resume_point.step)
