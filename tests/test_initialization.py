@@ -120,3 +120,15 @@ def test_values_do_not_depend_on_the_blocks_filled_at_a_time(monkeypatch: pytest
 def test_blocks_share_few_values() -> None:
     blocks = filled(0, 4, BLOCK)
     assert len(blocks.unique()) > 0.95 * blocks.numel()  # there are 2^23 values, so that a few occur twice
+
+
+@pytest.mark.parametrize("threads", [2, 3, 5, 16])
+def test_values_do_not_depend_on_the_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        expected = filled(0, 21, BLOCK)
+        torch.set_num_threads(threads)
+        assert torch.equal(filled(0, 21, BLOCK), expected)
+    finally:
+        torch.set_num_threads(before)

@@ -6,7 +6,7 @@ number of ranks, the sharding of the parameter, the order in which parameters ar
 Implementation: each parameter has its own stream of random bits, Philox4x64 (Salmon et al. 2011, "Parallel random
 numbers: as easy as 1, 2, 3") with a key hashed from seed, name and shape. Philox is counter-based, so that element i of
 the flattened parameter can be generated without the elements before it: a rank only generates the blocks that contain
-its rows. Values are computed on the CPU in blocks of one fixed size, because vectorized functions may round the
+its rows. Values are computed on the CPU in whole blocks of one fixed size, because vectorized functions may round the
 remaining elements at the end of an array differently.
 """
 
@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from torchtrain.models.parameters import full_name, local_block
 
-BLOCK = 1 << 15  # elements; small enough that torch runs it in one thread
-BLOCKS_IN_FLIGHT = 64  # at most 8 MiB of float32, for parameters of any size
+BLOCK = 1 << 15  # elements; the fewest that torch gives to a thread
+BLOCKS_IN_FLIGHT = 256  # at most 32 MiB of float32, for parameters of any size
+BLOCKS_OF_A_TASK = 8
 
-# Transforms a float32 block of uniform values in (0, 1) to another distribution.
+# Transforms float32 blocks of uniform values in (0, 1) to another distribution, in place.
 Transform = Callable[[Tensor], Tensor]
 
 
@@ -94,7 +95,8 @@ def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str
     row_size = math.prod(shape[1:])
     rows_at_once = max(1, BLOCK * BLOCKS_IN_FLIGHT // row_size)
     # torch's number of threads is that of all cores for a single process, and OMP_NUM_THREADS under torchrun.
-    with ThreadPoolExecutor(min(torch.get_num_threads(), os.cpu_count() or 1)) as pool:
+    threads = min(torch.get_num_threads(), os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
         for row in range(0, len(local), rows_at_once):
             rows = min(rows_at_once, len(local) - row)
             first = (own_rows.start + row) * row_size
@@ -104,16 +106,22 @@ def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str
 
 def stream(key: int, start: int, stop: int, transform: Transform, pool: ThreadPoolExecutor) -> Tensor:
     """Elements ``start`` to ``stop`` of the random stream of ``key``, as float32; generated in full blocks."""
+    first, end = start // BLOCK, (stop - 1) // BLOCK + 1
+    values = torch.empty(end - first, BLOCK)
 
-    def block(number: int) -> Tensor:
-        # A counter yields four 64-bit words, that is, 8 values. ``random`` divides the upper 24 bits of 32 by 2^24; of
-        # these, each value uses 23 bits n: (n + 0.5) / 2^23 is exact, and never 0 or 1. Unlike ``random_raw``, it lets
-        # other threads of Python run.
-        uniform = torch.empty(BLOCK)
+    def draw(blocks: Tensor, number: int) -> None:
+        # A counter yields four 64-bit words, that is, 8 values. Unlike ``random_raw``, ``random`` lets other threads of
+        # Python run.
         bit_generator = np.random.Philox(key=key, counter=number * (BLOCK // 8))
-        np.random.Generator(bit_generator).random(dtype=np.float32, out=uniform.numpy())
-        return transform(uniform.mul_(2.0**23).floor_().add_(0.5).mul_(2.0**-23))
+        np.random.Generator(bit_generator).random(dtype=np.float32, out=blocks.view(-1).numpy())
 
-    first, last = start // BLOCK, (stop - 1) // BLOCK
-    blocks = torch.cat(list(pool.map(block, range(first, last + 1))))
-    return blocks[start - first * BLOCK : stop - first * BLOCK]
+    parts = torch.split(values, BLOCKS_OF_A_TASK)
+    list(pool.map(draw, parts, range(first, end, BLOCKS_OF_A_TASK)))
+    # torch divides the elements evenly among its threads, but gives none of them less than a block. So each of these
+    # parts is divided at the borders of blocks.
+    threads = torch.get_num_threads()
+    for part in torch.split(values, [len(values) // threads * threads, len(values) % threads]):
+        # ``random`` divides the upper 24 bits of 32 by 2^24; of these, each value uses 23 bits n: (n + 0.5) / 2^23 is
+        # exact, and never 0 or 1.
+        transform(part.mul_(2.0**23).floor_().add_(0.5).mul_(2.0**-23))
+    return values.view(-1)[start - first * BLOCK : stop - first * BLOCK]
