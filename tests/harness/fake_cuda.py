@@ -81,6 +81,7 @@ def install(library: Path) -> None:
     for name, value in torch_cuda_functions().items():
         setattr(torch.cuda, name, value)
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign, assignment]
     # A compiled block with activation checkpointing saves the random state: as a tensor, since there are no generators.
     torch._functorch.config.graphsafe_rng_functionalization = False
     # Without a CUDA kernel for these operators, autograd would decompose them.

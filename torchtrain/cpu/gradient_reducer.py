@@ -1,10 +1,4 @@
-"""Gradient reducers for CPUs: reduce-scatter over gloo, and no copy on a single rank."""
-
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor
+"""The gradient reducer for CPUs: reduce-scatter over gloo."""
 
 from torchtrain.config.registry import GRADIENT_REDUCERS
 from torchtrain.config.schema import JobConfig
@@ -17,27 +11,8 @@ from torchtrain.torch_internals import ReduceScatter
 class CPUGradientReducer(GradientReducer):
     """The default gradient reducer, with a faster reduce-scatter than that of gloo."""
 
-    def reduce_scatter(self) -> ReduceScatter:
-        return AllToAllReduceScatter() if self.mesh.size() > 1 else NoReduceScatter()
-
-
-class NoReduceScatter(ReduceScatter):
-    """For a single rank, which has nothing to reduce: the output is the input, so that FSDP's copy costs nothing.
-
-    Not for GPUs: FSDP would give the memory of the input to the next group while another stream still reads the output.
-    """
-
-    input: Tensor | None = None  # set between the two calls of ``allocate``
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self.input is None:
-            self.input = torch.empty(*size, dtype=dtype, device=device)
-            return self.input
-        filled, self.input = self.input, None
-        return filled
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("on one rank FSDP copies instead of reducing")
+    def reduce_scatter(self) -> ReduceScatter | None:
+        return AllToAllReduceScatter() if self.mesh.size() > 1 else super().reduce_scatter()
 
 
 def build_cpu_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:

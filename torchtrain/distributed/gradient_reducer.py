@@ -1,6 +1,7 @@
 """Gradient reduction: how gradients are summed over microbatches and ranks, and their squares for the gradient norm."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ class GradientReducer:
 
     def reduce_scatter(self) -> ReduceScatter | None:
         """A new reduce-scatter for one FSDP module; None: that of FSDP."""
-        return None
+        return NoReduceScatter() if self.mesh.size() == 1 else None
 
     def begin(self, rows: int) -> None:
         """Called before the first backward of a step. ``rows``: this rank's rows of the global batch."""
@@ -65,3 +66,27 @@ class GradientReducer:
         total = values.sum()
         all_reduce(total)
         return total
+
+
+class NoReduceScatter(ReduceScatter):
+    """For a single rank, which has nothing to reduce: the output is the input, so that FSDP's copy costs nothing.
+
+    For each group of parameters, FSDP allocates the input, fills it with the gradients, allocates the output, copies
+    the input to it, and keeps the output as the gradients of the group.
+    """
+
+    input: Tensor | None = None  # set between the two calls of ``allocate``
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.input is None:
+            self.input = torch.empty(*size, dtype=dtype, device=device)
+            return self.input
+        filled, self.input = self.input, None
+        if filled.is_cuda:
+            # FSDP's stream adds it to the gradients of earlier microbatches. Without this, its memory would be that of
+            # the next group once that group's stream has waited for the copy, which is before this addition.
+            filled.record_stream(torch.cuda.current_stream())
+        return filled
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("on one rank FSDP copies instead of reducing")
