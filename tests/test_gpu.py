@@ -5,6 +5,7 @@ The cases of the device "cpu" execute the same code where there is no GPU. Most 
 
 import gc
 import json
+import os
 import subprocess
 import sys
 from functools import cache
@@ -160,6 +161,36 @@ def test_deterministic_run_resumes_with_the_same_bits(device: str, compiled: boo
     train("resumed", 3)
     resumed = train("resumed", 6)
     assert same_tensors(whole, resumed)
+
+
+# Drops the wait between a step's update and the copy of its results to the host.
+WITHOUT_WAIT = """
+import torch
+from torchtrain.checkpoint.states import Stager
+stage = Stager.stage
+def stage_at_once(stager, tensors):
+    wait, torch.cuda.Stream.wait_stream = torch.cuda.Stream.wait_stream, lambda *_: None
+    try:
+        return stage(stager, tensors)
+    finally:
+        torch.cuda.Stream.wait_stream = wait
+Stager.stage = stage_at_once
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("planted", [False, True], ids=["", "planted"])
+def test_streams_do_not_race(planted: bool, texts: Path, tmp_path: Path) -> None:
+    """By PyTorch's sanitizer: gradient accumulation, prefetched batches, and saves that overlap with steps."""
+    options = [*BASE, "--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.async_mode=async_with_pinned_mem"]
+    options += ["--training.global_batch_size=8", f"--data.path={texts}", f"--job.dump_folder={tmp_path}"]
+    code = (
+        f"import sys\n{WITHOUT_WAIT if planted else ''}\nfrom torchtrain.train import main\nsys.exit(main({options}))"
+    )
+    environment = {**os.environ, "TORCH_CUDA_SANITIZER": "1"}
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, text=True, capture_output=True)
+    assert ("possible data race" in result.stderr) == planted, result.stderr
+    assert (result.returncode == 0) == (not planted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
