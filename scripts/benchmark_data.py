@@ -43,8 +43,6 @@ from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.local_files import open_standard_library
-from torchtrain.datasets.tokenize_dataset import prepare
-from torchtrain.datasets.tokenized import MANIFEST, Manifest, Shard
 from torchtrain.datasets.tokenizers import (
     LLAMA3_RANKS,
     SentencePieceTokenizer,
@@ -52,6 +50,8 @@ from torchtrain.datasets.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest, Shard
 
 ROOT = Path(__file__).parent.parent
 SEQ_LEN, ROWS = 2048, 8

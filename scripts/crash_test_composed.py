@@ -68,7 +68,7 @@ YEAR_SECONDS = 365 * 24 * 3600
 SETTINGS = """
 import os
 import time
-from torchtrain import object_store
+from torchtrain.plugins.object_storage import object_store
 from torchtrain.models.loss import OutputLoss
 
 object_store.PAUSES_SECONDS = (0.2, 0.5, 1, 1, 1, 1, 1)

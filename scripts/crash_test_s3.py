@@ -51,7 +51,7 @@ SMALL_MODEL = "--model.shape.dim 32 --model.shape.n_layers 2 --model.shape.ffn_d
 TROUBLE = ("slow down", "error", "reset", "truncate", "lost answer")
 # Imported by the runs, so that an outage is over before somebody has lost patience.
 SHORT_PAUSES = """
-from torchtrain import object_store
+from torchtrain.plugins.object_storage import object_store
 object_store.PAUSES_SECONDS = (0.2, 0.5, 1, 1, 1, 1, 1)
 """
 

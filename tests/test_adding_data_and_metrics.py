@@ -17,10 +17,10 @@ from forked_run import CONFIG, ForkedRun, finish, same_tensors, saved_tensors, s
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
-from torchtrain.datasets.data_folder import open_folder
-from torchtrain.datasets.tokenize_dataset import prepare
-from torchtrain.datasets.tokenized import TokenizedDataset
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -141,7 +141,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"type": "sqlit"}, "data.type = 'sqlit' must be one of 'files', 'hub', 'standard_library'"),
+        ({"type": "sqlit"}, "data.type = 'sqlit' must be one of 'files', 'standard_library'"),
         ({"type": "hub"}, "data.type = 'hub' needs data.name"),
         ({"type": "files"}, "data.type = 'files' needs data.path"),
         ({"path": "a.txt", "options": {"a": 1}}, "data.options = {'a': 1} are for a type of your own"),

@@ -18,11 +18,11 @@ from rank_functions import export
 from torchtrain import files
 from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 from torchtrain.config.schema import SourceConfig
-from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError
 from torchtrain.files import PARTIAL_SUFFIX, atomic_write, partial_folder
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.comparison.fingerprints import FILE, StepFingerprints
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.tokenized import TokenWindowStream
+from torchtrain.plugins.prepared_data.tokenized import TokenWindowStream
 
 SOURCES = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
 STEPS = 50

@@ -29,11 +29,12 @@ from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, hub, remote_files, text_sources
+from torchtrain.datasets import file_formats, text_sources
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.agreement import on_all_ranks
 from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.plugins.remote_data import hub, remote_files
 
 
 class Windows:
@@ -222,7 +223,7 @@ def test_transient_error_of_the_cache_is_retried(monkeypatch: pytest.MonkeyPatch
             raise OSError(failures.pop(), "does not answer")
         return loads(content)
 
-    monkeypatch.setattr("torchtrain.datasets.hub.pickle.loads", fail)
+    monkeypatch.setattr("torchtrain.plugins.remote_data.hub.pickle.loads", fail)
     monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
     source = hub.open_downloaded(SourceConfig(name="org/a"), "it", pickled)
     assert list(source.read_all(range(source.parts))) == DOCUMENTS

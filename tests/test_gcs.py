@@ -15,8 +15,8 @@ from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 pytestmark = [
     pytest.mark.slow,

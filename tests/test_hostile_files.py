@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtrain.checkpoint.format import FileRecord, _load_tensor, parse_metadata
 from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
-from torchtrain.datasets.data_folder import open_folder
-from torchtrain.datasets.tokenized import TokenizedDataset
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
+from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 DEEP = b"[" * 200_000

@@ -26,11 +26,12 @@ from hub_server import Fault, Hub
 from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
-from torchtrain.datasets import hub as client
 from torchtrain.datasets import packing, text_sources
-from torchtrain.datasets.builtin_sources import with_revisions
-from torchtrain.datasets.hub import find_revision
+from torchtrain.datasets.builtin_sources import pinned
 from torchtrain.errors import DataError, StorageError
+from torchtrain.plugins.remote_data import hub as client
+from torchtrain.plugins.remote_data.hub import find_revision
+from torchtrain.plugins.remote_data.streamed_text import StreamedText
 
 CARD = b"""---
 configs:
@@ -96,8 +97,7 @@ def local_copy(folder: Path, files: dict[str, bytes]) -> str:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record the pauses instead of sleeping, and set the timeouts of requests to half a second."""
     slept: list[float] = []
-    for module in (client, text_sources):
-        monkeypatch.setattr(module.time, "sleep", slept.append)
+    monkeypatch.setattr(client.time, "sleep", slept.append)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     return slept
@@ -220,7 +220,7 @@ def test_only_the_text_column_of_parquet_is_fetched(hub: Hub) -> None:
 def test_resume_inside_a_compressed_file_logs_its_progress(
     hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchtrain.datasets.text_sources.SHUFFLED_DOCUMENTS", 2)
+    monkeypatch.setattr("torchtrain.plugins.remote_data.streamed_text.SHUFFLED_DOCUMENTS", 2)
     logger = logging.getLogger("torchtrain")
     logger.addHandler(caplog.handler)
     logger.setLevel(logging.INFO)
@@ -243,15 +243,15 @@ def test_revision_of_the_checkpoint_is_kept_on_resume(hub: Hub) -> None:
         SourceConfig(path="x.jsonl"),
         SourceConfig(name="org/a", revision="v1"),
     )
-    pinned = with_revisions(DataConfig(sources=sources), None, "data")
-    assert [source.revision for source in pinned.sources] == [first, None, "v1"]
+    found = pinned(DataConfig(sources=sources), tuple, "data")
+    assert [source.revision for source in found.sources] == [first, None, "v1"]
     second = hub.add("org/a", fineweb(DOCUMENTS[1:]))
     saved = DataConfig(name="org/a", subset="sample", revision=first)
     now = DataConfig(name="org/a", subset="sample")
-    assert with_revisions(now, saved, "data") == saved
-    assert with_revisions(now, DataConfig(name="org/a"), "data").revision == second  # it has another subset
+    assert pinned(now, lambda: saved.all, "data") == saved
+    assert pinned(now, lambda: [DataConfig(name="org/a")], "data").revision == second  # it has another subset
     # A checkpoint without revisions, from before this option, is compatible.
-    old, new = JobConfig(data=DataConfig(sources=sources[:2])), JobConfig(data=DataConfig(sources=pinned.sources[:2]))
+    old, new = JobConfig(data=DataConfig(sources=sources[:2])), JobConfig(data=DataConfig(sources=found.sources[:2]))
     assert differences(to_toml(old), to_toml(new)) == []
 
 
@@ -259,7 +259,7 @@ def open_downloaded(source: SourceConfig, verify_bytes: float = math.inf) -> tex
     return client.open_downloaded(source, "it", client.download(source, "it", verify_bytes), verify_bytes)
 
 
-def open_streamed(source: SourceConfig) -> text_sources.StreamedText:
+def open_streamed(source: SourceConfig) -> StreamedText:
     return client.open_streamed(source, 2, "it", client.list_files(source, "it"))
 
 

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
-from torchtrain import object_store
 from torchtrain.checkpoint import outputs
 from torchtrain.checkpoint.format import _StagedFiles, read_manifest, verify
 from torchtrain.checkpoint.hf.export import ORIGIN, _origin, needs_export
@@ -27,10 +26,11 @@ from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
-from torchtrain.datasets.data_folder import open_folder
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
+from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
+from torchtrain.plugins.prepared_data.data_folder import open_folder
 
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
 

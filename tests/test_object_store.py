@@ -14,12 +14,12 @@ from botocore.exceptions import ClientError
 from s3_faults import S3Faults
 from s3_server import ENVIRONMENT, S3Server
 
-from torchtrain import object_store
 from torchtrain.checkpoint.storage import StagedCheckpoint, WriterLease
-from torchtrain.datasets.data_folder import open_folder
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from torchtrain.object_store import PAUSES_SECONDS, with_store_retries
+from torchtrain.plugins.object_storage import object_store
+from torchtrain.plugins.object_storage.object_store import PAUSES_SECONDS, with_store_retries
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
+from torchtrain.plugins.prepared_data.data_folder import open_folder
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No pauses, also within the client, and only one attempt of its own."""
-    monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda _: None)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", lambda _: None)
     client = {"connect_timeout": 2, "read_timeout": 2, "retries": {"mode": "standard", "total_max_attempts": 1}}
     monkeypatch.setattr(object_store, "_S3_CLIENT", client)
     for key, value in ENVIRONMENT.items():
@@ -100,8 +100,10 @@ def test_reset_while_another_error_is_handled_is_retried(status: int) -> None:
 
 def test_slow_failures_are_not_retried_for_longer_than_fast_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda pause: now.__setitem__(0, now[0] + pause))
-    monkeypatch.setattr("torchtrain.object_store.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "torchtrain.plugins.object_storage.object_store.time.sleep", lambda pause: now.__setitem__(0, now[0] + pause)
+    )
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.monotonic", lambda: now[0])
     for seconds, total, attempts in ((0, 243, 10), (60, 247, 4), (300, 903, 3)):
         now[0], calls = 0.0, []
 
@@ -175,7 +177,7 @@ def test_expired_credentials_are_read_again(
         monkeypatch.delenv(name)
     file = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
-    monkeypatch.setattr("torchtrain.object_store.logger.propagate", True)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.logger.propagate", True)
 
     def renew(key: str) -> None:
         file.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
@@ -295,8 +297,8 @@ def test_lease_that_is_stored_short_is_written_again(writes: int, proxy: S3Fault
 def test_rank_that_logs_only_errors_reports_failing_requests_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("torchtrain.object_store.REPORT_SECONDS", 0)
-    monkeypatch.setattr("torchtrain.object_store.logger.propagate", True)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.REPORT_SECONDS", 0)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.logger.propagate", True)
     reasons: list[str] = []
     answers = iter([ConnectionError("503"), ConnectionError("503"), None])
 

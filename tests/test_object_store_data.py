@@ -13,13 +13,13 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import input_splits
 from torchtrain.datasets.builtin_sources import open_source
-from torchtrain.datasets.data_folder import open_folder
 from torchtrain.datasets.data_source import SourceContext
-from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import ConfigError, DataError, StorageError
-from torchtrain.object_store import open_file_system, with_store_retries
+from torchtrain.plugins.object_storage.object_store import open_file_system, with_store_retries
+from torchtrain.plugins.prepared_data import input_splits
+from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -34,7 +34,7 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
-    monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda _: None)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", lambda _: None)
     return s3_server
 
 
@@ -150,7 +150,7 @@ def test_transient_errors_are_retried_and_others_raised(
     error: Exception, expected: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pauses: list[float] = []
-    monkeypatch.setattr("torchtrain.object_store.time.sleep", pauses.append)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", pauses.append)
     failures = [error, error]
 
     def request() -> str:

@@ -27,13 +27,14 @@ from forked_command import checked_command, run_command, start_command
 
 from torchtrain import prepare as command
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, input_splits, local_files, tokenize_dataset
-from torchtrain.datasets.data_folder import open_folder
-from torchtrain.datasets.tokenize_dataset import prepare
-from torchtrain.datasets.tokenized import Manifest, Shard, TokenizedDataset
+from torchtrain.datasets import file_formats, local_files
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.environment import process_share
 from torchtrain.errors import ConfigError, DataError, StorageError
+from torchtrain.plugins.prepared_data import input_splits, tokenize_dataset
+from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.prepared_data.tokenized import Manifest, Shard, TokenizedDataset
 
 ROOT = Path(__file__).parent.parent
 
@@ -280,7 +281,7 @@ def test_file_system_without_locks_raises_a_data_error(tmp_path: Path, monkeypat
     def fail(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("torchtrain.datasets.tokenize_dataset.fcntl.lockf", fail)
+    monkeypatch.setattr("torchtrain.plugins.prepared_data.tokenize_dataset.fcntl.lockf", fail)
     with pytest.raises(DataError, match=r"prepared cannot be written: No locks available"):
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)
 

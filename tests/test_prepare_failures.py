@@ -13,11 +13,12 @@ from data_samples import DOCUMENTS, TOKENIZER, write_jsonl
 
 from torchtrain import prepare as command
 from torchtrain.config.schema import SourceConfig
-from torchtrain.datasets import data_folder, input_splits, local_files, tokenize_dataset
-from torchtrain.datasets.data_folder import open_folder
-from torchtrain.datasets.tokenize_dataset import prepare
-from torchtrain.datasets.tokenized import MANIFEST, Manifest
+from torchtrain.datasets import local_files
 from torchtrain.errors import DataError, StorageError
+from torchtrain.plugins.prepared_data import data_folder, input_splits, tokenize_dataset
+from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest
 
 
 @pytest.fixture(autouse=True)

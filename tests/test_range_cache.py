@@ -19,11 +19,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain import trainer
 from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
-from torchtrain.datasets import data_folder, range_cache
-from torchtrain.datasets.range_cache import RangeCache
-from torchtrain.datasets.remote_files import find_remote_files
 from torchtrain.distributed.mesh import ParallelDims
-from torchtrain.object_store import open_file_system
+from torchtrain.plugins.object_storage.object_store import open_file_system
+from torchtrain.plugins.prepared_data import data_folder
+from torchtrain.plugins.remote_data import range_cache
+from torchtrain.plugins.remote_data.range_cache import RangeCache
+from torchtrain.plugins.remote_data.remote_files import find_remote_files
 from torchtrain.trainer import build_loaders
 
 ENTRY_BYTES = 4096  # on disk, of the entries of these tests
@@ -61,8 +62,7 @@ def test_data_are_read_from_the_store_once(
         return content
 
     def batches() -> torch.Tensor:
-        cache = RangeCache(tmp_path / "cache", 1 << 30)
-        return take(make_loader(config, cache=cache), 12)
+        return take(make_loader(config, cache_folder=str(tmp_path / "cache")), 12)
 
     monkeypatch.setattr(memory, "cat_file", count)
     monkeypatch.setattr(data_folder, "_CONNECTIONS", 1)  # concurrent requests of neighbouring windows may overlap

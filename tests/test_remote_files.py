@@ -16,21 +16,21 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
-from torchtrain.datasets import data_folder, tokenize_dataset
-from torchtrain.datasets.data_folder import LocalFolder, open_folder
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.file_formats import NotUTF8Error
-from torchtrain.datasets.remote_files import RemoteFile, identify_remote
-from torchtrain.datasets.tokenized import verify
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import local_path, scheme_of
-from torchtrain.object_store import open_file_system
+from torchtrain.plugins.object_storage.object_store import open_file_system
 from torchtrain.plugins.object_storage.storage import ObjectStorage
+from torchtrain.plugins.prepared_data import data_folder, tokenize_dataset
+from torchtrain.plugins.prepared_data.data_folder import LocalFolder, open_folder
+from torchtrain.plugins.prepared_data.tokenized import verify
+from torchtrain.plugins.remote_data.remote_files import RemoteFile, identify_remote
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
-    monkeypatch.setattr("torchtrain.object_store.time.sleep", lambda _: pytest.fail("retried"))
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", lambda _: pytest.fail("retried"))
     file_system, _ = open_file_system("memory://", "data.path")
     yield file_system
     file_system.store.clear()
@@ -72,7 +72,7 @@ def test_truncated_answer_is_requested_again_while_an_object_is_verified(
         return content[:-1] if path.endswith(".tokens") and cut and cut.pop() else content
 
     monkeypatch.setattr(memory, "cat_file", cat_less)
-    monkeypatch.setattr("torchtrain.object_store.time.sleep", pauses.append)
+    monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", pauses.append)
     verify(open_folder(prepared), prepared)
     assert len(pauses) == 1
 

@@ -15,12 +15,12 @@ from forked_run import TINY, ForkedRun, finish, logged_losses, same_tensors, slo
 from s3_faults import S3Faults
 from s3_server import S3Server
 
-from torchtrain import object_store
 from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.storage import CheckpointStorage
 from torchtrain.config.schema import JobSection
 from torchtrain.errors import ConfigError
+from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 STEPS = 4

@@ -30,11 +30,12 @@ from forked_run import ForkedRun
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import file_formats, local_files, mixed_folder
-from torchtrain.datasets.builtin_sources import open_tokenized
+from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
 from torchtrain.datasets.local_files import open_files
-from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.errors import DataError, StorageError
+from torchtrain.plugins.prepared_data.source import PreparedFolder
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 ROOT = Path(__file__).parent.parent
 LINES = "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS))
@@ -765,7 +766,7 @@ def test_parent_of_prepared_folders_raises_a_data_error(tmp_path: Path) -> None:
     (tmp_path / "prepared/0/manifest.json").rename(tmp_path / "prepared/0/unfinished.json")
     with pytest.raises(DataError, match=r"prepared/0 is only partly prepared; run torchtrain.prepare again"):
         make_loader(DataConfig(path=both[0]))
-    assert open_tokenized(SourceConfig(path=file), "data", "", 0) is None
+    assert not PreparedFolder.recognizes(SourceConfig(path=file), SourceContext("data", TOKENIZER))
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "json", "csv", "txt"])

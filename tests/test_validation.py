@@ -34,11 +34,11 @@ from torchtrain.config.schema import (
     ValidationConfig,
 )
 from torchtrain.datasets.build import build_dataloader
-from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.metrics.validation import Validator, results_of
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.trainer import Trainer
 
 SEQ_LEN = 32

@@ -36,7 +36,7 @@ from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.validate import check_streams
-from torchtrain.trainer import Trainer, resolve, validate, with_dataset_revisions
+from torchtrain.trainer import Trainer, resolve, validate, with_pinned_data
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
 Build = Callable[[JobConfig, Rendezvous, StopRequest, HeldLease], Trainer]
@@ -307,7 +307,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
 
     def open_on_rank0() -> None:
         for own in stages[1:]:
-            with_dataset_revisions(own)  # asks the hub for datasets that have no revision
+            with_pinned_data(own)  # asks the hub for datasets that have no revision
             for source in _sources(own):
                 if _key(source) in known or source.source_type == "hub":
                     continue

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -31,9 +31,8 @@ from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, Train
 from torchtrain.config.stages import tokens_after
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.build import build_dataloader, document_start
-from torchtrain.datasets.builtin_sources import with_revisions
+from torchtrain.datasets.builtin_sources import pinned
 from torchtrain.datasets.dataloader import Batch, DataLoader
-from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import memory_of, peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, on_all_ranks, on_rank0
@@ -127,7 +126,7 @@ class Trainer:
         self.gloo_group = gloo_group(device, config.comm.init_timeout_seconds)
 
         # Data.
-        self.config = config = on_rank0(partial(with_dataset_revisions, config), self.gloo_group)
+        self.config = config = on_rank0(partial(with_pinned_data, config), self.gloo_group)
         self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device, self.gloo_group)
         require_choice(as_given)
         # After the checks above, so that a rejected run leaves no folder behind.
@@ -610,20 +609,19 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def with_dataset_revisions(config: JobConfig) -> JobConfig:
-    """Return ``config`` with a revision for each dataset on the Hugging Face Hub. Called on rank 0 only.
+def with_pinned_data(config: JobConfig) -> JobConfig:
+    """``config`` with all of its data that may change in the course of a run, such as the newest revision of a dataset,
+    as in the checkpoint to resume from. Called on rank 0 only."""
 
-    The revision is that in the checkpoint to resume from, if there is one, otherwise the newest.
-    """
-    held_out = config.validation.all if config.validation.enable else ()
-    if not any(source.name for source in (*config.data.all, *held_out)):
-        return config
-    storage, load_step = checkpoint_storage(config), config.checkpoint.load_step
-    saved = newest_config(storage, load_step) if config.checkpoint.enable else None
-    data, validation = config.data, config.validation
-    data = with_revisions(data, saved.data if saved else None, "data")
+    @cache
+    def saved() -> JobConfig | None:
+        storage = checkpoint_storage(config)
+        return newest_config(storage, config.checkpoint.load_step) if config.checkpoint.enable else None
+
+    data = pinned(config.data, lambda: of.data.all if (of := saved()) else (), "data")
+    validation = config.validation
     if validation.enable:
-        validation = with_revisions(validation, saved.validation if saved else None, "validation")
+        validation = pinned(validation, lambda: of.validation.all if (of := saved()) else (), "validation")
     return replace(config, data=data, validation=validation)
 
 
@@ -637,10 +635,9 @@ def build_loaders(
     """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective."""
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
-    cache = None
-    if config.job.data_cache_folder:
-        job = config.job
-        cache = on_all_ranks(lambda: RangeCache(job.data_cache_folder, job.data_cache_gib * 2**30), group)
+    cache_folder = config.job.data_cache_folder
+    if cache_folder:
+        on_all_ranks(partial(require_folder, Path(cache_folder), f"job.data_cache_folder = {cache_folder!r}"), group)
     open_loader = partial(
         build_dataloader,
         tokenizer=tokenizer,
@@ -649,7 +646,8 @@ def build_loaders(
         rows=range(first_row, first_row + rows_per_part),
         seed=config.training.seed,
         device=device,
-        cache=cache,
+        cache_folder=cache_folder,
+        cache_bytes=config.job.data_cache_gib * 2**30,
         group=group if world_size() > 1 else None,
     )
     validation_loaders = {}

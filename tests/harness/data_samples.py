@@ -12,9 +12,8 @@ from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.packing import TextSource
-from torchtrain.datasets.range_cache import RangeCache
-from torchtrain.datasets.tokenize_dataset import prepare
 from torchtrain.datasets.tokenizers import load_tokenizer
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 TOKENIZER = load_tokenizer()
 DOCUMENTS = [f"document {n} " + " ".join(str(n * k % 997) for k in range(n % 7 * 5)) + " end\n" for n in range(60)]
@@ -60,7 +59,7 @@ def make_loader(
     seq_len: int = 32,
     seed: int = 0,
     drop_last: bool = True,
-    cache: RangeCache | None = None,
+    cache_folder: str = "",
 ) -> DataLoader:
     return build_dataloader(
         config,
@@ -71,7 +70,7 @@ def make_loader(
         seed=seed,
         device=torch.device("cpu"),
         drop_last=drop_last,
-        cache=cache,
+        cache_folder=cache_folder,
     )
 
 

@@ -12,7 +12,7 @@ for name in (
     "torch.utils.tensorboard",
     "torchtrain.fault_tolerance.watchdog",
     "torchtrain.plugins.comparison.implementations",
-    "torchtrain.datasets.hub",  # and the libraries that are imported only when data need them
+    "torchtrain.plugins.remote_data.hub",  # and the libraries that are imported only when data need them
     "torchtrain.plugins.evaluation.generation",
     "torchtrain.launch",
     "torchtrain.metrics",

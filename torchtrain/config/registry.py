@@ -144,16 +144,21 @@ def import_modules(names: Sequence[str], option: str = "job.import") -> None:
             ) from None
 
 
+_REMOTE = "torchtrain.plugins.remote_data"
 DATA_SOURCES = Registry(
     "data.type",
     {
         "files": "torchtrain.datasets.builtin_sources:Files",
-        "hub": "torchtrain.datasets.builtin_sources:HubDataset",
         "standard_library": "torchtrain.datasets.builtin_sources:StandardLibrary",
         "standard_library_docs": "torchtrain.datasets.builtin_sources:StandardLibraryDocs",
     },
+    {"remote_files": _REMOTE, "hub": _REMOTE},
 )
-"""Subclasses of ``datasets.source.DataSource``, or classes with its class methods ``ask_once`` and ``open``."""
+"""Subclasses of ``datasets.data_source.DataSource``, or of ``SourceType`` there."""
+
+
+FOLDER_FORMATS = Registry("the name of a folder format")
+"""Subclasses of ``datasets.data_source.FolderFormat``, which are asked whether they know the folder ``data.path``."""
 
 
 METRICS_WRITERS = Registry(
@@ -181,7 +186,10 @@ GRADIENT_REDUCERS = Registry(
 """``distributed.gradient_reducer.GradientReducer`` and subclasses of it."""
 
 
-CONFIG_SECTIONS = Registry("the name of a section", of_plugins={"estimate": "torchtrain.plugins.planner"})
+CONFIG_SECTIONS = Registry(
+    "the name of a section",
+    of_plugins={"estimate": "torchtrain.plugins.planner", "prepare": "torchtrain.plugins.prepared_data"},
+)
 """Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
 
 
@@ -200,6 +208,7 @@ PLUGIN_OPTIONS = {
     "debug.fingerprint_steps": "torchtrain.plugins.comparison",
     "validation.prompts": "torchtrain.plugins.evaluation",
     "validation.tasks": "torchtrain.plugins.evaluation",
+    "job.data_cache_folder": "torchtrain.plugins.remote_data",
 }
 """Options that have no effect without a plugin of this repository."""
 

@@ -459,6 +459,9 @@ class TrainingConfig(Section, name="training"):
         require_one(self, "tokens", "steps")
 
 
+BUILT_IN_SOURCES = ("files", "remote_files", "hub", "standard_library", "standard_library_docs")
+
+
 @dataclass(frozen=True)
 class SourceConfig(Section):
     path: str | tuple[str, ...] = ""
@@ -504,10 +507,11 @@ class SourceConfig(Section):
         )
         require("" not in self.paths, f"path = {self.path!r} of a data source has an empty name in it")
         DATA_SOURCES.check(self.source_type, DATA_SOURCES.option)
-        require(self.type != "files" or bool(self.path), "data.type = 'files' needs data.path")
+        for_paths = self.type in ("files", "remote_files")
+        require(not for_paths or bool(self.path), f"data.type = {self.type!r} needs data.path")
         require(self.type != "hub" or bool(self.name), "data.type = 'hub' needs data.name")
         require(
-            not self.options or self.source_type not in ("files", "hub", "standard_library", "standard_library_docs"),
+            not self.options or self.source_type not in BUILT_IN_SOURCES,
             f"data.options = {self.options} are for a type of your own, and data.type is {self.source_type!r}",
         )
         require(
@@ -519,6 +523,8 @@ class SourceConfig(Section):
     @property
     def source_type(self) -> str:
         """The name in ``DATA_SOURCES`` of the type of this source."""
+        if self.type in ("", "files") and any(map(is_url, self.paths)):
+            return "remote_files"
         return self.type or ("files" if self.path else "hub" if self.name else "standard_library")
 
     @property
@@ -636,20 +642,6 @@ class ValidationConfig(SourcesConfig, name="validation"):
             "[[validation.sources]] must differ in label, by default the name of their file or dataset, which "
             f"their metrics have; they are {', '.join(labels)}",
         )
-
-
-@dataclass(frozen=True)
-class PrepareConfig(Section, name="prepare"):
-    """Tokenize data before training. Only for python -m torchtrain.prepare, which reads the sources of [data]."""
-
-    output: str = ""
-    """Folder for the prepared data, by a path or a URL such as s3://bucket/folder; with several sources, its folders
-    0, 1, ..."""
-    processes: CountOrZero = 0
-    """Number of worker processes that tokenize. 0: one per core of this process; the cores of a node are divided among
-    the processes that torchrun or srun starts on it."""
-    verify: bool = False
-    """Only compare the hashes of all files in the output folder with those in its manifest."""
 
 
 @dataclass(frozen=True)
@@ -918,7 +910,6 @@ class JobConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     data: DataConfig = field(default_factory=DataConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-    prepare: PrepareConfig = field(default_factory=PrepareConfig)
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

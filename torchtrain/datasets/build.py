@@ -1,5 +1,6 @@
 """Build a ``DataLoader`` from a config section such as ``[data]``."""
 
+import math
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,6 @@ from torchtrain.config.schema import DataConfig, JobConfig
 from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
-from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
@@ -46,7 +46,8 @@ def build_dataloader(
     section: str = "data",
     drop_last: bool = True,
     count_bytes: bool = False,
-    cache: RangeCache | None = None,
+    cache_folder: str = "",
+    cache_bytes: float = math.inf,
     group: dist.ProcessGroup | None = None,
 ) -> DataLoader:
     """Open the data of ``config``, and return a loader at its first batch.
@@ -59,7 +60,7 @@ def build_dataloader(
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
         count_bytes: whether batches have ``label_bytes``.
-        cache: keeps what is read from URLs on a local disk.
+        cache_folder, cache_bytes: see ``SourceContext``.
         group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
             here and in the loader. None: this rank opens the data without communication.
 
@@ -76,7 +77,8 @@ def build_dataloader(
             tokenizer=tokenizer,
             readers=readers,
             verify_bytes=config.verify_gib * 2**30,
-            cache=cache,
+            cache_folder=cache_folder,
+            cache_bytes=cache_bytes,
         )
         for number in range(len(config.all))
     ]
@@ -104,7 +106,9 @@ def build_dataloader(
         )
         for number, (source, _) in enumerate(opened)
     ]
-    key = {"files": "path", "hub": "name", "standard_library": "path"}.get(config.source_type, "type")
+    key = {"files": "path", "remote_files": "path", "hub": "name", "standard_library": "path"}.get(
+        config.source_type, "type"
+    )
     option = f"{section}.{'sources' if config.sources else key}"
     loader = DataLoader(
         streams,

@@ -6,22 +6,22 @@ already, and register the class (docs/extending.md).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.data_identity import FileTable
-from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.float64]
 State = tuple[int, ...]
+One = TypeVar("One", bound=SourceConfig)
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,10 @@ class SourceContext:
     """Number of readers of streamed data."""
     verify_bytes: float = math.inf
     """Data up to this size are hashed in full."""
-    cache: RangeCache | None = None
-    """Keeps what is read from URLs on a local disk."""
+    cache_folder: str = ""
+    """``job.data_cache_folder``: a folder on a local disk for what is read over a network; empty for none."""
+    cache_bytes: float = math.inf
+    """Maximum size of that folder."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,60 @@ class SourceSize:
     """Whether ``tokens`` is an estimate."""
 
 
-class DataSource(ABC):
+class SourceType:
+    """What a type of data sources can be asked before it is opened. ``DataSource`` is one, whose ``open`` calls it."""
+
+    @classmethod
+    def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
+        """Called on rank 0 only, before ``open``, to query a server once for all ranks. The result is pickled."""
+        return None
+
+    @classmethod
+    def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":
+        """Open a source on each rank. ``answer`` is the result of ``ask_once``.
+
+        Raises:
+            DataError: the data are missing, or do not match ``config``. An error of one rank is raised on all ranks.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def pin(cls, config: One, saved: Callable[[], Sequence[SourceConfig]], section: str) -> One:  # noqa: ARG003
+        """Called on rank 0 only: ``config`` with what may change in the course of a run, such as the newest revision.
+
+        Args:
+            config: the config of the source.
+            saved: returns the sources in the checkpoint that the run resumes from, if there is one.
+            section: the section of ``config``, for messages.
+        """
+        return config
+
+    @classmethod
+    def is_streamed(cls, config: SourceConfig) -> bool:  # noqa: ARG003
+        """Whether the source is certain to be streamed: the number of ranks then divides that of readers.
+
+        Of some sources, only opening them tells (``TextSource.one_reader_per_row``).
+        """
+        return False
+
+
+class FolderFormat(SourceType):
+    """Data of which ``data.path`` is a single folder, such as prepared data; see ``FOLDER_FORMATS``."""
+
+    markers: tuple[str, ...] = ()
+    """Names of files that only folders of this format have, so that no folder of text contains them."""
+
+    @classmethod
+    def recognizes(cls, config: SourceConfig, context: SourceContext) -> bool:
+        """Whether ``config.path`` is such a folder; called on rank 0 only.
+
+        Raises:
+            DataError: it is, and cannot be used.
+        """
+        raise NotImplementedError
+
+
+class DataSource(SourceType, ABC):
     """A source of windows of tokens. It is opened in one thread and read in another.
 
     The window of a row of a step may depend on ``StreamRequest`` without ``rows``, on the config of the source, on the
@@ -132,17 +187,7 @@ class DataSource(ABC):
     """A name for messages."""
 
     @classmethod
-    def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
-        """Called on rank 0 only, before ``open``, to query a server once for all ranks. The result is pickled."""
-        return None
-
-    @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":  # noqa: ARG003
-        """Open a source on each rank. ``answer`` is the result of ``ask_once``.
-
-        Raises:
-            DataError: the data are missing, or do not match ``config``. An error of one rank is raised on all ranks.
-        """
         return cls(config, context)  # type: ignore[call-arg]
 
     @abstractmethod

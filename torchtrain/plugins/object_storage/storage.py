@@ -43,7 +43,7 @@ from torchtrain.checkpoint.storage import (
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.files import MISSING
 from torchtrain.logging import logger
-from torchtrain.object_store import (
+from torchtrain.plugins.object_storage.object_store import (
     MIN_ATTEMPTS,
     error_code,
     is_missing_bucket,

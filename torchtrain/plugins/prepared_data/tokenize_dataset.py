@@ -32,16 +32,7 @@ from tqdm import tqdm
 
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.builtin_sources import open_source
-from torchtrain.datasets.data_folder import DataFolder, LocalFolder, open_folder
 from torchtrain.datasets.data_source import SourceContext
-from torchtrain.datasets.input_splits import (
-    InputCounts,
-    LocalInputFile,
-    RemoteInputFile,
-    ShardedDocuments,
-    ShardedFiles,
-    ShardedInput,
-)
 from torchtrain.datasets.local_files import (
     are_plain_text,
     find_text_files,
@@ -52,9 +43,7 @@ from torchtrain.datasets.local_files import (
     require_utf8_files,
 )
 from torchtrain.datasets.packing import DocumentSource, text_bytes
-from torchtrain.datasets.remote_files import find_remote_files, identify_remote, require_text_in_head
 from torchtrain.datasets.text_sources import PAUSES_SECONDS
-from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import (
@@ -68,6 +57,17 @@ from torchtrain.files import (
     with_retries,
 )
 from torchtrain.logging import logger
+from torchtrain.plugins.prepared_data.data_folder import DataFolder, LocalFolder, open_folder
+from torchtrain.plugins.prepared_data.input_splits import (
+    InputCounts,
+    LocalInputFile,
+    RemoteInputFile,
+    ShardedDocuments,
+    ShardedFiles,
+    ShardedInput,
+)
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
+from torchtrain.plugins.remote_data.remote_files import find_remote_files, identify_remote, require_text_in_head
 from torchtrain.progress import Stderr
 
 STOP_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
@@ -176,7 +176,7 @@ def tokenize(
 
 
 def _open_input(source: SourceConfig, context: SourceContext, rank: int, world_size: int) -> ShardedInput:
-    if source.source_type == "files":
+    if source.source_type in ("files", "remote_files"):
         option = f"{context.section}.path"
         label = f"{option} = {source.path!r}"
         make_input = partial(ShardedFiles, column=source.text_column, name=label, skip_not_utf8=source.skip_not_utf8)

@@ -7,6 +7,7 @@ removed. The cache is an optimization only: what is damaged, or cannot be read o
 """
 
 import fcntl
+import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import xxhash
 
+from torchtrain.datasets.data_source import SourceContext
 from torchtrain.files import atomic_write, open_lock_file, require_folder
 from torchtrain.logging import logger
 
@@ -26,6 +28,16 @@ _DISK_BLOCK_BYTES = 4096  # a file takes a multiple of it
 _BLOCK_CONTENT_BYTES = 1016
 _BLOCK_BYTES = _BLOCK_CONTENT_BYTES + 8
 _SEGMENT_BLOCKS = 2**16  # 64 MiB
+
+
+def cache_of(context: SourceContext) -> "RangeCache | None":
+    """The cache that ``context`` asks for, one for all sources of this process. Raises as ``RangeCache`` does."""
+    return _open(context.cache_folder, context.cache_bytes) if context.cache_folder else None
+
+
+@functools.cache
+def _open(folder: str, limit_bytes: float) -> "RangeCache":
+    return RangeCache(folder, limit_bytes)
 
 
 class RangeCache:

@@ -24,10 +24,10 @@ from torchtrain.datasets.file_formats import (
 )
 from torchtrain.datasets.local_files import documents_of
 from torchtrain.datasets.packing import DocumentSource
-from torchtrain.datasets.remote_files import RemoteFile, documents_of_remote
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.errors import DataError
 from torchtrain.files import hash_of
+from torchtrain.plugins.remote_data.remote_files import RemoteFile, documents_of_remote
 
 MIN_SHARD_BYTES = 1 << 18  # minimum size of the text of a shard
 MAX_SHARD_BYTES = 1 << 26  # of the input of a shard; of more than 1 TiB of input, shards are larger

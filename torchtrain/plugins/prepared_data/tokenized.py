@@ -17,7 +17,6 @@ import xxhash
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import require
-from torchtrain.datasets.data_folder import DataFolder, Range
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable
 from torchtrain.datasets.data_source import (
     Bytes,
@@ -33,6 +32,7 @@ from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import MISSING, parse_json
+from torchtrain.plugins.prepared_data.data_folder import DataFolder, Range
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written

@@ -38,12 +38,13 @@ from torchtrain.datasets.file_formats import (
     require_text,
 )
 from torchtrain.datasets.local_files import identify, identity_and_key
-from torchtrain.datasets.remote_files import HEAD_ROWS, RangeFile
-from torchtrain.datasets.text_sources import DatasetText, StreamedText
+from torchtrain.datasets.text_sources import DatasetText
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS, hash_of, is_url, with_retries
 from torchtrain.logging import logger
-from torchtrain.object_store import causes
+from torchtrain.plugins.object_storage.object_store import causes
+from torchtrain.plugins.remote_data.remote_files import HEAD_ROWS, RangeFile
+from torchtrain.plugins.remote_data.streamed_text import StreamedText
 
 T = TypeVar("T")
 

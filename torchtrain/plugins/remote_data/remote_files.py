@@ -11,15 +11,21 @@ from typing import Any, BinaryIO, cast
 import fsspec
 import xxhash
 
+from torchtrain.config.registry import FOLDER_FORMATS
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
 from torchtrain.datasets.local_files import identify
 from torchtrain.datasets.mixed_folder import kinds_of_descriptions, log_left_out
-from torchtrain.datasets.range_cache import RangeCache
-from torchtrain.datasets.tokenized import MANIFEST, UNFINISHED
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.files import MISSING, is_url, local_path, scheme_of
-from torchtrain.object_store import has_tag, open_file_system, read_range, tag_of, with_store_retries
+from torchtrain.plugins.object_storage.object_store import (
+    has_tag,
+    open_file_system,
+    read_range,
+    tag_of,
+    with_store_retries,
+)
+from torchtrain.plugins.remote_data.range_cache import RangeCache
 
 RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
 
@@ -124,11 +130,13 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
     if not found:
         raise DataError(f"{label} does not exist: there is no such bucket, folder or file, or it is empty")
     entries = sorted((name, info) for name, info in found.items() if info["type"] == "file")
+    formats = {marker: of for of in FOLDER_FORMATS for marker in FOLDER_FORMATS[of].markers}
     for name, _ in entries:
-        if name.rpartition("/")[2] in (MANIFEST, UNFINISHED):
+        found_format = formats.get(name.rpartition("/")[2])
+        if found_format is not None:
             raise DataError(
-                f"{label} contains prepared data, or unfinished work of torchtrain.prepare ({name}); name a folder of "
-                "prepared data in a table [[data.sources]] of its own"
+                f"{label} contains {found_format} data, or unfinished work ({name}); name a folder of {found_format} "
+                "data in a table [[data.sources]] of its own"
             )
     if is_folder:
         prefix = len(path.strip("/"))

@@ -17,7 +17,6 @@ from typing import Any
 
 import xxhash
 
-from torchtrain.datasets.range_cache import RangeCache
 from torchtrain.datasets.text_sources import read_with_retries
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import (
@@ -31,7 +30,7 @@ from torchtrain.files import (
     read_file,
     with_retries,
 )
-from torchtrain.object_store import (
+from torchtrain.plugins.object_storage.object_store import (
     has_tag,
     open_file_system,
     read_range,
@@ -40,6 +39,7 @@ from torchtrain.object_store import (
     with_store_retries,
     with_timeout,
 )
+from torchtrain.plugins.remote_data.range_cache import RangeCache
 
 Range = tuple[str, int, int]
 """Name of a file, offset, and number of bytes."""
