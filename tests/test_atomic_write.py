@@ -138,7 +138,7 @@ def hang_while_converting() -> None:
         time.sleep(600)
 
     conversion.finite = wait  # type: ignore[assignment]
-    from torchtrain.checkpoint.hf import weights
+    from torchtrain.plugins.huggingface import weights
 
     weights.finite = wait  # type: ignore[assignment]
 
@@ -171,8 +171,8 @@ def test_old_export_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        from torchtrain.checkpoint.hf.weights import save_hf
         from torchtrain.checkpoint.states import ModelState
+        from torchtrain.plugins.huggingface.weights import save_hf
 
         model = Transformer(TINY)
         export(model, tmp_path / "hf")

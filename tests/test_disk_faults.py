@@ -445,7 +445,7 @@ def test_data_read_error_is_not_reported_as_missing_or_damaged(disk: DiskFaults,
 def test_unreadable_hugging_face_weights_are_not_reported_as_missing(disk: DiskFaults, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from torchtrain.checkpoint.hf.weights import write_hf_config
+    from torchtrain.plugins.huggingface.weights import write_hf_config
 
     write_hf_config(tmp_path, TINY, "float32", "")
     save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")

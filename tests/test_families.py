@@ -13,10 +13,8 @@ from rank_functions import build_without_tensor_parallel_plan, generate_greedily
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config, resolve_model_section
-from torchtrain.checkpoint.hf.weights import check_same_architecture, save_hf
 from torchtrain.checkpoint.states import ModelState
-from torchtrain.checkpoint.weights import load_weights
+from torchtrain.checkpoint.weights import check_same_architecture, load_weights, resolve_model_section
 from torchtrain.config import registry, schema
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError
@@ -26,6 +24,8 @@ from torchtrain.models.llama.specs import LINEAR_LAYERS
 from torchtrain.models.model_config import build_model_config, flavor_config, to_model_section
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
 from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
+from torchtrain.plugins.huggingface.weights import save_hf
 
 VOCAB = 320
 SMALL = {

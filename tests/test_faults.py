@@ -328,7 +328,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
 @contextmanager
 def slow_export() -> Any:
     """Rank 0's export takes until the file ``end_export`` is in the dump folder."""
-    from torchtrain.checkpoint.hf import export
+    from torchtrain.plugins.huggingface import export
 
     save = export.save_hf
 

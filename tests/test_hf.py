@@ -34,21 +34,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_command
 from torchtrain import generate
-from torchtrain.checkpoint.hf.config import config_from_hf, read_hf_config
-from torchtrain.checkpoint.hf.export import ORIGIN, _origin, check_export, needs_export
-from torchtrain.checkpoint.hf.weights import check_same_architecture, files_by_size, write_hf_config
 from torchtrain.checkpoint.storage import MANIFEST
-from torchtrain.checkpoint.weights import load_weights
+from torchtrain.checkpoint.weights import check_same_architecture, load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.logging import logger
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
-from torchtrain.models.llama.meta import config_from_meta
 from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
+from torchtrain.plugins.huggingface.export import HUGGING_FACE_EXPORTER, ORIGIN, _origin
+from torchtrain.plugins.huggingface.meta import config_from_meta
+from torchtrain.plugins.huggingface.weights import files_by_size, write_hf_config
 from torchtrain.plugins.object_storage.storage import ObjectStore
 
 VOCAB = 4096  # vocabulary size of the default tokenizer
@@ -149,7 +149,7 @@ def test_weights_survive_a_round_trip_through_a_sharded_model(
 
 
 def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, parallelism: ParallelismConfig) -> None:
-    with patch("torchtrain.checkpoint.hf.weights.FILE_BYTES", 300_000):
+    with patch("torchtrain.plugins.huggingface.weights.FILE_BYTES", 300_000):
         load_and_export_sharded(source, target, shape, parallelism)
 
 
@@ -308,7 +308,7 @@ def test_field_unknown_to_the_export_is_an_error(
         # A run raises before it trains.
         config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
-            check_export(config, replace(read(tmp_path / "in"), **change))
+            HUGGING_FACE_EXPORTER.check(config, replace(read(tmp_path / "in"), **change))
     monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.read_hf_config", read)
     assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
@@ -798,7 +798,7 @@ def test_damaged_hf_folder_is_rejected_by_every_command(
 def test_non_finite_weights_are_rejected(tmp_path: Path) -> None:
     model = random_model(LLAMA2)
     model.norm.weight.data[3] = torch.nan
-    with patch("torchtrain.checkpoint.hf.weights.finite", lambda tensor, _: tensor):
+    with patch("torchtrain.plugins.huggingface.weights.finite", lambda tensor, _: tensor):
         export(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"not finite, in norm.weight; take another"):
         load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)
@@ -830,7 +830,7 @@ def test_converted_checkpoint_has_the_sequence_length() -> None:
 
 
 def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.checkpoint.hf.export.on_rank0", lambda ask, _: ask())
+    monkeypatch.setattr("torchtrain.plugins.huggingface.export.on_rank0", lambda ask, _: ask())
     saving = CheckpointConfig(enable=True, last_save_in_hf=True)
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), checkpoint=saving)
     for step in (2, 4):
@@ -840,11 +840,11 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
     (tmp_path / "hf/config.json").write_text("{}")
     (tmp_path / ORIGIN).write_text(json.dumps(_origin(config, 2)))
     group: Any = None
-    assert not needs_export(config, 2, group)
-    assert needs_export(config, 4, group)
+    assert not HUGGING_FACE_EXPORTER.is_missing(config, 2, group)
+    assert HUGGING_FACE_EXPORTER.is_missing(config, 4, group)
     for changes in ({"export_weights": "ema"}, {"export_dtype": "float32"}):
         changed: Any = replace(saving, **changes)
-        assert needs_export(replace(config, checkpoint=changed), 2, group)
+        assert HUGGING_FACE_EXPORTER.is_missing(replace(config, checkpoint=changed), 2, group)
 
 
 def needs_export_from_slow_store() -> bool:
@@ -855,7 +855,7 @@ def needs_export_from_slow_store() -> bool:
     config = JobConfig(checkpoint=CheckpointConfig(enable=True, folder="s3://bucket/checkpoint"))
     group = new_gloo_group(timedelta(seconds=4))
     with patch.object(ObjectStore, "read", read):
-        return needs_export(config, 2, group)
+        return HUGGING_FACE_EXPORTER.is_missing(config, 2, group)
 
 
 def test_request_for_the_state_of_an_export_may_exceed_the_timeout_of_collectives(gloo: GlooPool) -> None:

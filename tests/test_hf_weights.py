@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from torchtrain.checkpoint.hf.config import read_hf_config
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.convert import main as convert
 from torchtrain.errors import CheckpointError
 from torchtrain.logging import logger
 from torchtrain.models.llama import Transformer
+from torchtrain.plugins.huggingface.config import read_hf_config
 
 VOCAB = 4500  # more rows than are compared at a time
 TOKENS = torch.randint(0, VOCAB, (2, 32), generator=torch.Generator().manual_seed(0))

@@ -16,10 +16,10 @@ from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtrain.checkpoint.format import FileRecord, _load_tensor, parse_metadata
-from torchtrain.checkpoint.hf.config import read_hf_config
-from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
+from torchtrain.plugins.huggingface.config import read_hf_config
+from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
 from torchtrain.plugins.prepared_data.data_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 

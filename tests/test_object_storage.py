@@ -20,13 +20,13 @@ from test_checkpoint import Run, assert_bitwise_equal
 
 from torchtrain.checkpoint import outputs
 from torchtrain.checkpoint.format import _StagedFiles, read_manifest, verify
-from torchtrain.checkpoint.hf.export import ORIGIN, _origin, needs_export
 from torchtrain.checkpoint.outputs import METRICS, OUTPUTS, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
+from torchtrain.plugins.huggingface.export import HUGGING_FACE_EXPORTER, ORIGIN, _origin
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
@@ -612,7 +612,7 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     checkpoint = CheckpointConfig(folder="memory://0/run/checkpoint")
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=checkpoint)
     assert dist.group.WORLD is not None
-    needed = partial(needs_export, config, 4, dist.group.WORLD)
+    needed = partial(HUGGING_FACE_EXPORTER.is_missing, config, 4, dist.group.WORLD)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     (tmp_path / "hf/config.json").write_bytes(b"{}")

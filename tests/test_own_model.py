@@ -11,7 +11,7 @@ import pytest
 from forked_command import run_command
 from forked_run import ForkedRun, finish, read_metrics, same_tensors, saved_tensors
 
-from torchtrain.checkpoint.hf.weights import check_same_architecture
+from torchtrain.checkpoint.weights import check_same_architecture
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import ModelConfig
 from torchtrain.errors import CheckpointError, ConfigError

@@ -13,9 +13,9 @@ from captured_log import captured_log
 from safetensors.torch import save_file
 
 from torchtrain import progress
-from torchtrain.checkpoint.hf.weights import Source, read_into
 from torchtrain.datasets.local_files import identify
 from torchtrain.logging import logger
+from torchtrain.plugins.huggingface.weights import Source, read_into
 
 
 @pytest.fixture(autouse=True)

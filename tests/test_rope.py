@@ -14,13 +14,13 @@ from rank_functions import export, recorded_rope, rope_in_a_step
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from torchtrain.checkpoint.hf.config import config_from_hf
 from torchtrain.config.registry import MODELS
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.hf import hf_config
 from torchtrain.models.llama.model import rope_frequencies
 from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface.config import config_from_hf
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

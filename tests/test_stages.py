@@ -928,7 +928,7 @@ def test_garbage_is_collected_again_after_training(monkeypatch: pytest.MonkeyPat
     trainer = MagicMock(step=0, run_steps=run_steps, is_between_stages=True)
     trainer.config.training.steps = 1
     trainer.stop.agreed = trainer.stop.agree.return_value = False
-    trainer.misses_validation.return_value = trainer.misses_export.return_value = False
+    trainer.misses_validation.return_value, trainer.missing_exports.return_value = False, []
     try:
         with nullcontext() if error is None else pytest.raises(FaultError):
             assert Trainer.train(trainer) == 0

@@ -17,11 +17,11 @@ from parity import TINY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
-from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
-from torchtrain.checkpoint.hf.weights import write_hf_config
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, TokenizerError
 from torchtrain.logging import logger
+from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
+from torchtrain.plugins.huggingface.weights import write_hf_config
 
 TEXTS = hard_texts()
 

@@ -25,10 +25,9 @@ from tokenizers import Tokenizer
 from torchtrain import compare as compare_command
 from torchtrain import convert as convert_command
 from torchtrain import generate as generate_command
-from torchtrain.checkpoint.hf.config import resolve_model_section
-from torchtrain.checkpoint.hf.weights import find_tensors, save_hf, write_hf_config
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.checkpoint.states import parameter_shapes
+from torchtrain.checkpoint.weights import resolve_model_section
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import ModelConfig, SourceConfig, ValidationConfig
 from torchtrain.datasets.local_files import identify
@@ -38,6 +37,7 @@ from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.conversion import convert
+from torchtrain.plugins.huggingface.weights import find_tensors, save_hf, write_hf_config
 from torchtrain.plugins.planner.request import resolve_model_config
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def test_run_resumes_after_its_initial_weights_were_deleted(tmp_path: Path) -> N
 
 
 def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.checkpoint.hf.weights.FILE_BYTES", 20_000)  # three files
+    monkeypatch.setattr("torchtrain.plugins.huggingface.weights.FILE_BYTES", 20_000)  # three files
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     target, shapes = tmp_path / "target", parameter_shapes(TINY)
     other_started, finish_other, errors = threading.Event(), threading.Event(), []

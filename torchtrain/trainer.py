@@ -16,17 +16,22 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.hf.config import resolve_model_section
-from torchtrain.checkpoint.hf.export import check_export, export_hf, needs_export
-from torchtrain.checkpoint.hf.weights import check_same_architecture
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.resume import HeldLease, find_resume_point, newest_config
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
 from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
-from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config, with_longest_context
+from torchtrain.checkpoint.weights import (
+    check_same_architecture,
+    find_weights,
+    load_weights,
+    resolve_model_section,
+    saved_config,
+    with_longest_context,
+)
 from torchtrain.config.parse import to_toml, train_configs
-from torchtrain.config.registry import STEP_HOOKS, check_plugin_options
+from torchtrain.config.registry import EXPORTERS, STEP_HOOKS, check_plugin_options
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.config.stages import tokens_after
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
@@ -301,7 +306,7 @@ class Trainer:
         warn_about_checkpoints(self.config, self.model_config)
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
-        if self.step >= steps and not (self.step == steps and (missed_validation or self.misses_export())):
+        if self.step >= steps and not (self.step == steps and (missed_validation or self.missing_exports())):
             if self.is_between_stages:
                 logger.info("stage %r is complete: step %d", self.config.job.stage, self.step)
             else:
@@ -328,9 +333,10 @@ class Trainer:
         stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
         if self.is_between_stages:
             stopped = stopped or self.stop.agree(self.gloo_group)
-        if not stopped and self.misses_export():
+        if not stopped and (missing := self.missing_exports()):
             with self.stop.during_export(saved=self.config.checkpoint.enable):
-                export_hf(self.config, self.step, self.checkpointer, self.model_config)
+                for exporter in missing:
+                    exporter.export(self.config, self.step, self.checkpointer, self.model_config)
         if stopped or not self.is_between_stages:
             self.log_end(stopped)
         destroy_process_group()
@@ -350,7 +356,7 @@ class Trainer:
         if rank() == 0:
             report_end(self.config, self.description, self.step, is_complete=not stopped)
         if not checkpoint.enable:
-            saved = "only the weights in hf/ are" if checkpoint.last_save_in_hf and not stopped else "nothing is"
+            saved = "only the exported weights are" if exporters(self.config) and not stopped else "nothing is"
             logger.warning("checkpoint.enable = false: %s saved of this run", saved)
 
     def write_config(self) -> None:
@@ -431,11 +437,11 @@ class Trainer:
         stages = self.config.stages
         return bool(stages) and self.config.job.stage != stages[-1]["name"] and self.step >= self.config.training.steps
 
-    def misses_export(self) -> bool:
-        """Whether an export to ``hf/`` is requested and ``hf/`` does not contain the weights of the current step."""
-        if not self.config.checkpoint.last_save_in_hf or self.is_between_stages:
-            return False
-        return needs_export(self.config, self.step, self.gloo_group)
+    def missing_exports(self) -> list[Exporter]:
+        """The exporters that have not exported the weights of the current step, the last one."""
+        if self.is_between_stages:
+            return []
+        return [of for of in exporters(self.config) if of.is_missing(self.config, self.step, self.gloo_group)]
 
     def roll_back(self) -> None:
         """Load the newest valid checkpoint from before the bad step. The data loader is not rewound.
@@ -557,6 +563,7 @@ class TrainStep:
 
 def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, DecoderConfig, ParallelDims]:
     """Resolve ``config`` for a number of ranks; also returns its tokenizer, model config and parallel dimensions."""
+    check_plugin_options(config)
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
     if config.checkpoint.initial_load_path or (config.checkpoint.enable and checkpoint_storage(config).steps()):
@@ -571,7 +578,6 @@ def validate(
     config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig, tokenizer: Tokenizer
 ) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
-    check_plugin_options(config)
     check_writers(config.metrics)
     check_attention_backend(config.training.attention_backend, device)
     document_start(config, tokenizer)
@@ -584,8 +590,13 @@ def validate(
     check_optimizer(config.optimizer, parameter_shapes(model), model)
     if config.validation.enable:
         check_validation_parts(config, tokenizer)
-    if config.checkpoint.last_save_in_hf:
-        check_export(config, model)
+    for exporter in exporters(config):
+        exporter.check(config, model)
+
+
+def exporters(config: JobConfig) -> list[Exporter]:
+    """The exporters that ``config`` asks for."""
+    return [exporter for exporter in map(EXPORTERS.__getitem__, EXPORTERS) if exporter.is_enabled(config)]
 
 
 def require_choice(config: JobConfig) -> None:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from parity import build, config_of, train
 from torch import Tensor
 
-from torchtrain.checkpoint.hf.weights import save_hf
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
@@ -25,6 +24,7 @@ from torchtrain.models.llama import model as llama
 from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.huggingface.weights import save_hf
 
 
 def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:

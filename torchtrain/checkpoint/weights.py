@@ -1,16 +1,15 @@
 """Loading only the weights, to start a run from them or to use them without training. Files are not changed."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from torch import nn
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
-from torchtrain.checkpoint.hf.config import CONFIG_FILE, read_hf_config
-from torchtrain.checkpoint.hf.weights import find_tensors, is_hf_folder, read_into
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
+from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.checkpoint.resume import newest_config, read_config
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import (
@@ -21,14 +20,43 @@ from torchtrain.checkpoint.storage import (
     open_storage,
 )
 from torchtrain.config.parse import from_text, from_toml, read_table, read_text
-from torchtrain.config.schema import CheckpointConfig, JobConfig, TrainingConfig
+from torchtrain.config.registry import WEIGHT_FORMATS
+from torchtrain.config.schema import CheckpointConfig, JobConfig, ModelConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.files import MISSING, is_url, printable
-from torchtrain.models.model_config import longest_context, to_model_section
-from torchtrain.models.spec import DecoderConfig
+from torchtrain.logging import logger
+from torchtrain.models.model_config import given, longest_context, to_model_section
+from torchtrain.models.spec import DecoderConfig, spec_of
+
+
+def check_same_architecture(
+    found: DecoderConfig, model: DecoderConfig, folder: StoredCheckpoint | Path, may_differ: Collection[str] = ()
+) -> None:
+    """Raise ``CheckpointError`` unless the weights in ``folder``, of a model ``found``, fit the config ``model``.
+
+    ``may_differ``: fields that may have different values, such as ``rope_scaling``; a warning names them.
+    """
+    if spec_of(found).model_class is not spec_of(model).model_class:
+        raise CheckpointError(
+            f"{folder} contains a model of another architecture than the config: model.name = {found.family!r}, here "
+            f"{model.family!r}"
+        )
+    found = replace(found, max_seq_len=model.max_seq_len)
+    names = [f.name for f in fields(model) if f.compare and getattr(found, f.name) != getattr(model, f.name)]
+    if not names:
+        return
+    listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
+    if set(names) <= set(may_differ):
+        logger.warning("the weights in %s are those of a model with %s, as configured", folder, listed)
+        return
+    raise CheckpointError(
+        f"{folder} contains a different model than the config: {listed}. Set model.flavor, model.vocab_size, "
+        "[model.shape] and model.tokenizer_path to those of the weights, or model.hf_folder if they are in Hugging "
+        "Face's format"
+    )
 
 
 def require_one_kind(folder: StoredCheckpoint | Path, weights: str) -> None:
@@ -116,8 +144,8 @@ def find_checkpoint(path: str | Path) -> StoredCheckpoint:
     what = "has no checkpoint" if exists else "does not exist"
     if not is_url(path) and (Path(path) / CONFIG).is_file():
         what = "is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable"
-    elif not is_url(path) and (Path(path) / CONFIG_FILE).is_file():
-        what = f"has a {CONFIG_FILE}, and no weights in safetensors files beside it"
+    elif not is_url(path) and (Path(path) / "config.json").is_file():
+        what = "has a config.json, and no weights in safetensors files beside it"
     raise CheckpointError(
         f"{path} {what}; give a run's folder, such as outputs/debug_model, a step-N folder, or a Hugging Face folder "
         "with safetensors files"
@@ -125,8 +153,18 @@ def find_checkpoint(path: str | Path) -> StoredCheckpoint:
 
 
 def find_weights(path: str | Path) -> StoredCheckpoint | Path:
-    """``path`` as a Path if it is a Hugging Face folder, else the checkpoint that it names."""
-    return Path(path) if not is_url(path) and is_hf_folder(Path(path)) else find_checkpoint(path)
+    """``path`` as a Path if it is a folder of one of the ``WEIGHT_FORMATS``, else the checkpoint that it names."""
+    if not is_url(path) and any(WEIGHT_FORMATS[name].recognizes(Path(path)) for name in WEIGHT_FORMATS):
+        return Path(path)
+    return find_checkpoint(path)
+
+
+def format_of(folder: Path) -> WeightFormat:
+    """The format of ``folder``, which ``find_weights`` gave."""
+    found: WeightFormat = next(
+        form for form in map(WEIGHT_FORMATS.__getitem__, WEIGHT_FORMATS) if form.recognizes(folder)
+    )
+    return found
 
 
 def load_weights(
@@ -145,8 +183,7 @@ def load_weights(
     tensors = ModelState(parts, model.tied_embeddings).state_dict()
     if isinstance(folder, Path):
         require_one_kind(folder, weights)
-        found = broadcast_from_rank0(lambda: find_tensors(folder, model))
-        gather_from_all_ranks(lambda: read_into(tensors, found))
+        format_of(folder).load(tensors, folder, model)
     else:
         try:
             load_weight_tensors(tensors, weights, VerifiedReader(folder))
@@ -160,7 +197,7 @@ def load_weights(
 def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
     """Return the config of the model whose weights are in ``folder``, a result of ``find_weights``."""
     if isinstance(folder, Path):
-        model = read_hf_config(folder)
+        model = format_of(folder).read_config(folder)
         return JobConfig(model=to_model_section(model, str(folder)), training=TrainingConfig(seq_len=model.max_seq_len))
     try:
         folder.size_bytes(CONFIG)
@@ -189,3 +226,19 @@ def with_longest_context(config: JobConfig) -> JobConfig:
     else:
         found = longest_context(saved_config(find_weights(checkpoint.initial_load_path)))
     return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))
+
+
+def resolve_model_section(model: ModelConfig) -> ModelConfig:
+    """Replace ``hf_folder``, which must be set, by explicit options, so that the folder is no longer needed.
+
+    Raises:
+        CheckpointError: the folder does not contain a supported model.
+    """
+    found = WEIGHT_FORMATS["huggingface"].read_config(Path(model.hf_folder))
+    explicit = to_model_section(found, model.tokenizer_path or model.hf_folder)
+    changes = given(model.shape)
+    if "rope_scaling" in changes:
+        changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
+    overrides = replace(explicit.shape, **changes)
+    vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
+    return replace(explicit, shape=overrides, vocab_size=vocab_size, options={**explicit.options, **model.options})

@@ -186,6 +186,15 @@ GRADIENT_REDUCERS = Registry(
 """``distributed.gradient_reducer.GradientReducer`` and subclasses of it."""
 
 
+_HUGGING_FACE = "torchtrain.plugins.huggingface"
+WEIGHT_FORMATS = Registry("the name of a format of weights", of_plugins={"huggingface": _HUGGING_FACE})
+"""Instances of ``checkpoint.other_formats.WeightFormat``."""
+
+
+EXPORTERS = Registry("the name of an exporter")
+"""Instances of ``checkpoint.other_formats.Exporter``, each of which decides by the config whether it exports."""
+
+
 CONFIG_SECTIONS = Registry(
     "the name of a section",
     of_plugins={"estimate": "torchtrain.plugins.planner", "prepare": "torchtrain.plugins.prepared_data"},
@@ -209,6 +218,8 @@ PLUGIN_OPTIONS = {
     "validation.prompts": "torchtrain.plugins.evaluation",
     "validation.tasks": "torchtrain.plugins.evaluation",
     "job.data_cache_folder": "torchtrain.plugins.remote_data",
+    "model.hf_folder": "torchtrain.plugins.huggingface",
+    "checkpoint.last_save_in_hf": "torchtrain.plugins.huggingface",
 }
 """Options that have no effect without a plugin of this repository."""
 

@@ -8,7 +8,7 @@ if TYPE_CHECKING:  # imports PyTorch, like the module of the hook
     from torchtrain.metrics.step_hook import StepHook
     from torchtrain.trainer import Trainer
 
-REQUIRES = ("torchtrain.plugins.evaluation",)  # --against: transformers' model and ours, on one batch
+REQUIRES = ("torchtrain.plugins.evaluation", "torchtrain.plugins.huggingface")  # --against: transformers' model
 
 
 @STEP_HOOKS.register("fingerprints")

@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtrain.checkpoint.hf.config import hf_format, read_hf_config
-from torchtrain.checkpoint.hf.weights import check_same_architecture
-from torchtrain.checkpoint.weights import find_checkpoint
+from torchtrain.checkpoint.weights import check_same_architecture, find_checkpoint
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.errors import CheckpointError, ConfigError
-from torchtrain.models.llama.meta import meta_rows_to_ours
 from torchtrain.models.loss import cross_entropy_sum
 from torchtrain.models.spec import Decoder
 from torchtrain.plugins.comparison.fingerprint_recorder import FingerprintRecorder
 from torchtrain.plugins.comparison.fingerprints import StepFingerprints, first_difference
 from torchtrain.plugins.comparison.runs import Finding, RunFolder, summarize
 from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface.config import hf_format, read_hf_config
+from torchtrain.plugins.huggingface.meta import meta_rows_to_ours
 
 
 def compare_implementations(run: RunFolder, hf_folder: Path) -> dict[str, dict[str, Any]]:

@@ -2,5 +2,7 @@
 
 from torchtrain.config.registry import VALIDATION_PARTS
 
+REQUIRES = ("torchtrain.plugins.huggingface",)  # special tokens of its folders
+
 VALIDATION_PARTS.add("samples", "torchtrain.plugins.evaluation.validation_parts:SamplesFactory")
 VALIDATION_PARTS.add("tasks", "torchtrain.plugins.evaluation.validation_parts:TasksFactory")

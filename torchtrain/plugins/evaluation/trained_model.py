@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from torchtrain.checkpoint.hf.tokenizer import find_eos_ids
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights, saved_config
 from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig
@@ -18,6 +17,7 @@ from torchtrain.models.model_config import build_model_config, longest_context
 from torchtrain.models.spec import Decoder, build_model
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.parallelisms.validate import check_layout
+from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
 
 
 @dataclass(frozen=True)

@@ -1,3 +1,8 @@
-"""Plugin: convert checkpoints to Hugging Face's files and back (docs/using.md)."""
+"""Plugin: weights in Hugging Face's files, to start from, to export, and to convert (docs/using.md)."""
 
-REQUIRES = ("torchtrain.plugins.object_storage",)  # the target may be in a bucket
+from torchtrain.config.registry import EXPORTERS, WEIGHT_FORMATS
+
+REQUIRES = ("torchtrain.plugins.object_storage",)  # the target of a conversion may be in a bucket
+
+WEIGHT_FORMATS.add("huggingface", "torchtrain.plugins.huggingface.weights:HUGGING_FACE_FOLDER")
+EXPORTERS.add("huggingface", "torchtrain.plugins.huggingface.export:HUGGING_FACE_EXPORTER")

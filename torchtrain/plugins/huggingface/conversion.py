@@ -11,8 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.hf.config import CONFIG_FILE, read_hf_config
-from torchtrain.checkpoint.hf.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
 from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
@@ -26,9 +24,11 @@ from torchtrain.environment import require_one_process
 from torchtrain.errors import CheckpointError
 from torchtrain.files import is_url, parse_json, partial_folder, read_file, require_folder
 from torchtrain.logging import logger
-from torchtrain.models.llama.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.models.model_config import build_model_config, to_model_section
 from torchtrain.models.spec import DecoderConfig
+from torchtrain.plugins.huggingface.config import CONFIG_FILE, read_hf_config
+from torchtrain.plugins.huggingface.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
+from torchtrain.plugins.huggingface.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.plugins.object_storage.storage import ObjectStore
 from torchtrain.progress import ProgressBar
 

@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or search for its fastest layout; return the exit code."""
-    from torchtrain.checkpoint.hf.config import resolve_model_section
+    from torchtrain.checkpoint.weights import resolve_model_section
     from torchtrain.plugins.planner.report import draw_memory, format_estimate, format_failures
     from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
     from torchtrain.plugins.planner.summary import estimate

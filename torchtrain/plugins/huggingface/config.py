@@ -1,15 +1,12 @@
 """Read Hugging Face's ``config.json`` as a model config, and as the section [model]."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import ModelConfig
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.files import MISSING, parse_json, read_file
-from torchtrain.models.model_config import given, to_model_section
 from torchtrain.models.spec import DecoderConfig, HFFormat, spec_of
 
 CONFIG_FILE = "config.json"
@@ -69,18 +66,3 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
         raise ValueError(f"model_type = {model_type!r} is not supported; there are {', '.join(formats)}")
     config: DecoderConfig = formats[model_type].from_config(content)
     return config
-
-
-def resolve_model_section(model: ModelConfig) -> ModelConfig:
-    """Replace ``hf_folder``, which must be set, by explicit options, so that the folder is no longer needed.
-
-    Raises:
-        CheckpointError: the folder does not contain a supported model.
-    """
-    explicit = to_model_section(read_hf_config(Path(model.hf_folder)), model.tokenizer_path or model.hf_folder)
-    changes = given(model.shape)
-    if "rope_scaling" in changes:
-        changes["rope_scaling"] = replace(explicit.shape.rope_scaling, **changes["rope_scaling"])
-    overrides = replace(explicit.shape, **changes)
-    vocab_size = explicit.vocab_size if model.vocab_size is None else model.vocab_size
-    return replace(explicit, shape=overrides, vocab_size=vocab_size, options={**explicit.options, **model.options})

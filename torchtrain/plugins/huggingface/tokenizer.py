@@ -13,7 +13,6 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
-from torchtrain.checkpoint.hf.config import CONFIG_FILE
 from torchtrain.datasets.tokenizers import (
     LLAMA3_PATTERN,
     TOKENIZER_CONFIG,
@@ -25,6 +24,7 @@ from torchtrain.datasets.tokenizers import (
 from torchtrain.errors import CheckpointError
 from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.logging import logger
+from torchtrain.plugins.huggingface.config import CONFIG_FILE
 
 GENERATION_CONFIG = "generation_config.json"
 _PROTO: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf adds it at import

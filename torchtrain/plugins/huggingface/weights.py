@@ -3,9 +3,8 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +14,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
-from torchtrain.checkpoint.hf.config import CONFIG_FILE, hf_format
-from torchtrain.checkpoint.hf.tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
+from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import StoredCheckpoint
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
-from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.files import (
@@ -37,7 +34,9 @@ from torchtrain.files import (
 )
 from torchtrain.logging import logger
 from torchtrain.models.parameters import local_block
-from torchtrain.models.spec import DecoderConfig, spec_of
+from torchtrain.models.spec import DecoderConfig
+from torchtrain.plugins.huggingface.config import CONFIG_FILE, hf_format, read_hf_config
+from torchtrain.plugins.huggingface.tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
 from torchtrain.progress import ProgressBar, progress
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
@@ -49,33 +48,6 @@ FILE_BYTES = 5 * 10**9  # maximum size of a file, as in transformers
 def is_hf_folder(path: Path) -> bool:
     """Whether ``path`` is a folder in Hugging Face's format, with weights in safetensors files."""
     return (path / CONFIG_FILE).is_file() and any(path.glob("*.safetensors"))
-
-
-def check_same_architecture(
-    found: DecoderConfig, model: DecoderConfig, folder: StoredCheckpoint | Path, may_differ: Collection[str] = ()
-) -> None:
-    """Raise ``CheckpointError`` unless the weights in ``folder``, of a model ``found``, fit the config ``model``.
-
-    ``may_differ``: fields that may have different values, such as ``rope_scaling``; a warning names them.
-    """
-    if spec_of(found).model_class is not spec_of(model).model_class:
-        raise CheckpointError(
-            f"{folder} contains a model of another architecture than the config: model.name = {found.family!r}, here "
-            f"{model.family!r}"
-        )
-    found = replace(found, max_seq_len=model.max_seq_len)
-    names = [f.name for f in fields(model) if f.compare and getattr(found, f.name) != getattr(model, f.name)]
-    if not names:
-        return
-    listed = "; ".join(f"{name} = {getattr(found, name)!r}, here {getattr(model, name)!r}" for name in names)
-    if set(names) <= set(may_differ):
-        logger.warning("the weights in %s are those of a model with %s, as configured", folder, listed)
-        return
-    raise CheckpointError(
-        f"{folder} contains a different model than the config: {listed}. Set model.flavor, model.vocab_size, "
-        "[model.shape] and model.tokenizer_path to those of the weights, or model.hf_folder if they are in Hugging "
-        "Face's format"
-    )
 
 
 class Source(NamedTuple):
@@ -336,3 +308,20 @@ def write_hf_config(folder: Path, model: DecoderConfig, dtype: str, tokenizer_pa
     config = content | {"eos_token_id": one_or_all(eos_ids)}
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     write_hf_tokenizer(folder, tokenizer, file, bos=bos, eos_ids=eos_ids)
+
+
+class HuggingFaceFolder(WeightFormat):
+    """A folder with ``config.json`` and safetensors files."""
+
+    def recognizes(self, path: Path) -> bool:
+        return is_hf_folder(path)
+
+    def read_config(self, folder: Path) -> DecoderConfig:
+        return read_hf_config(folder)
+
+    def load(self, tensors: Mapping[str, Tensor], folder: Path, model: DecoderConfig) -> None:
+        found = broadcast_from_rank0(lambda: find_tensors(folder, model))
+        gather_from_all_ranks(lambda: read_into(tensors, found))
+
+
+HUGGING_FACE_FOLDER = HuggingFaceFolder()

@@ -1,0 +1,52 @@
+"""Weights in other formats than a checkpoint's, which plugins bring: to start from, and to export at the end."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.config.schema import JobConfig
+from torchtrain.models.spec import DecoderConfig
+
+
+class WeightFormat(ABC):
+    """Folders of weights that ``checkpoint.initial_load_path`` may name; see ``WEIGHT_FORMATS``."""
+
+    @abstractmethod
+    def recognizes(self, path: Path) -> bool:
+        """Whether ``path`` is such a folder."""
+
+    @abstractmethod
+    def read_config(self, folder: Path) -> DecoderConfig:
+        """The config of the model; CheckpointError if it is not supported."""
+
+    @abstractmethod
+    def load(self, tensors: Mapping[str, Tensor], folder: Path, model: DecoderConfig) -> None:
+        """Write the weights of ``folder`` into ``tensors`` by the names of ``model``'s parameters. Collective.
+
+        Raises:
+            CheckpointError: a file is missing or damaged, or a parameter is not in it or has another shape.
+        """
+
+
+class Exporter(ABC):
+    """Writes the weights after the last step in another format; see ``EXPORTERS``."""
+
+    @abstractmethod
+    def is_enabled(self, config: JobConfig) -> bool:
+        """Whether ``config`` asks for it."""
+
+    @abstractmethod
+    def check(self, config: JobConfig, model: DecoderConfig) -> None:
+        """Raise ConfigError if ``model`` cannot be exported, or the export could not be written. Before any work."""
+
+    @abstractmethod
+    def is_missing(self, config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
+        """Whether the weights of ``step`` are not exported yet. Collective over the gloo ``group``."""
+
+    @abstractmethod
+    def export(self, config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
+        """Export the weights after ``step``, the last step. Collective."""

@@ -1,0 +1,87 @@
+"""Export the weights of a completed run in Hugging Face's format, to ``hf/`` in its dump folder."""
+
+import json
+from pathlib import Path
+
+import torch.distributed as dist
+import xxhash
+
+from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.other_formats import Exporter
+from torchtrain.checkpoint.states import STATES
+from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
+from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.agreement import on_rank0
+from torchtrain.distributed.process_group import set_timeout
+from torchtrain.errors import ConfigError
+from torchtrain.files import MISSING, atomic_write, read_file, require_folder
+from torchtrain.logging import BestEffort, logger
+from torchtrain.models.spec import DecoderConfig
+from torchtrain.plugins.huggingface.config import CONFIG_FILE
+from torchtrain.plugins.huggingface.weights import require_exportable, save_hf
+
+ORIGIN = "hf_made_from.json"  # beside hf/, whose files depend only on the weights
+EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidates the files
+
+
+class HuggingFaceExporter(Exporter):
+    """``checkpoint.last_save_in_hf``."""
+
+    def is_enabled(self, config: JobConfig) -> bool:
+        return config.checkpoint.last_save_in_hf
+
+    def check(self, config: JobConfig, model: DecoderConfig) -> None:
+        folder = Path(config.job.dump_folder) / "hf"
+        if folder.is_symlink():
+            raise ConfigError(
+                f"{folder} is a link, and checkpoint.last_save_in_hf writes a folder of that name: remove or rename "
+                "the link, or name another job.dump_folder"
+            )
+        if folder.exists():
+            require_folder(folder, f"{folder}, in whose place checkpoint.last_save_in_hf writes the export,")
+        require_exportable(model, config.checkpoint.export_dtype)
+
+    def is_missing(self, config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
+        """Whether ``hf/`` is missing, or was exported from a checkpoint other than that of ``step``, or with other
+        options. It may exceed the timeout of ``group``, because requests to a store are retried."""
+
+        def is_outdated() -> bool:
+            folder = Path(config.job.dump_folder)
+            try:
+                origin = checkpoint_storage(config).read_export_origin()
+                if origin is None:
+                    read_file(folder / "hf" / CONFIG_FILE)
+                    origin = read_file(folder / ORIGIN)
+                return bool(json.loads(origin) != _origin(config, step))
+            except (*MISSING, ValueError):
+                return True
+
+        return not config.checkpoint.enable or on_rank0(is_outdated, group)
+
+    def export(self, config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
+        folder = Path(config.job.dump_folder) / "hf"
+        set_timeout(EXPORT_SECONDS)
+        weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
+        save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path, replace_old=True)
+        logger.info("wrote %s", folder)
+        if dist.get_rank() == 0 and config.checkpoint.enable:
+            origin = json.dumps(_origin(config, step)).encode()
+            # The dump folder may be lost with its node.
+            if stored := checkpoint_storage(config).store_export(folder, origin):
+                logger.info("wrote %s", stored)
+            with (
+                BestEffort(ORIGIN),
+                atomic_write(folder.with_name(ORIGIN)) as file,
+            ):  # else it is exported again
+                file.write(origin)
+
+
+def _origin(config: JobConfig, step: int) -> dict[str, str]:
+    """Identifies an export: the hash of the manifest of its checkpoint, and the options of the export."""
+    manifest = checkpoint_storage(config).open(step).read(MANIFEST)
+    checkpoint = config.checkpoint
+    options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
+    return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}
+
+
+HUGGING_FACE_EXPORTER = HuggingFaceExporter()
