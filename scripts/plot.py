@@ -16,8 +16,8 @@ from typing import NoReturn
 from matplotlib.figure import Figure
 
 from torchtrain.errors import TorchtrainError
-from torchtrain.metrics.curves import PANELS, plot
 from torchtrain.metrics.history import read_run
+from torchtrain.plugins.report.curves import PANELS, plot
 
 
 def fail(message: str) -> NoReturn:

@@ -76,7 +76,7 @@ def train_in_float8(
 
     def attach(step: TrainStep) -> None:
         records.append(GradientRecord(step))
-        step.hooks.append(records[0])
+        step.hooks.all.append(records[0])
 
     torch._dynamo.reset()
     graphs = partial(torch.compile, backend="aot_eager_decomp_partition")

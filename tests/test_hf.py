@@ -46,7 +46,7 @@ from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
-from torchtrain.plugins.huggingface.export import HUGGING_FACE_EXPORTER, ORIGIN, _origin
+from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _origin
 from torchtrain.plugins.huggingface.meta import config_from_meta
 from torchtrain.plugins.huggingface.weights import files_by_size, write_hf_config
 from torchtrain.plugins.object_storage.storage import ObjectStore
@@ -308,7 +308,7 @@ def test_field_unknown_to_the_export_is_an_error(
         # A run raises before it trains.
         config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
-            HUGGING_FACE_EXPORTER.check(config, replace(read(tmp_path / "in"), **change))
+            HuggingFaceExporter().check(config, replace(read(tmp_path / "in"), **change))
     monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.read_hf_config", read)
     assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
@@ -840,11 +840,11 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
     (tmp_path / "hf/config.json").write_text("{}")
     (tmp_path / ORIGIN).write_text(json.dumps(_origin(config, 2)))
     group: Any = None
-    assert not HUGGING_FACE_EXPORTER.is_missing(config, 2, group)
-    assert HUGGING_FACE_EXPORTER.is_missing(config, 4, group)
+    assert not HuggingFaceExporter().is_missing(config, 2, group)
+    assert HuggingFaceExporter().is_missing(config, 4, group)
     for changes in ({"export_weights": "ema"}, {"export_dtype": "float32"}):
         changed: Any = replace(saving, **changes)
-        assert HUGGING_FACE_EXPORTER.is_missing(replace(config, checkpoint=changed), 2, group)
+        assert HuggingFaceExporter().is_missing(replace(config, checkpoint=changed), 2, group)
 
 
 def needs_export_from_slow_store() -> bool:
@@ -855,7 +855,7 @@ def needs_export_from_slow_store() -> bool:
     config = JobConfig(checkpoint=CheckpointConfig(enable=True, folder="s3://bucket/checkpoint"))
     group = new_gloo_group(timedelta(seconds=4))
     with patch.object(ObjectStore, "read", read):
-        return HUGGING_FACE_EXPORTER.is_missing(config, 2, group)
+        return HuggingFaceExporter().is_missing(config, 2, group)
 
 
 def test_request_for_the_state_of_an_export_may_exceed_the_timeout_of_collectives(gloo: GlooPool) -> None:

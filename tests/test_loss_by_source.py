@@ -56,7 +56,7 @@ def train_by_source(
                 assert tokens.sum().item() == loss.tokens.item()
                 found.append(hook.metrics())
 
-        train_step.hooks += [hook, Check()]
+        train_step.hooks.all += [hook, Check()]
 
     config = config_of(parallelism=parallelism, training=training, compile={"enable": compile})
     return train(config, steps=STEPS, attach=attach), found
@@ -89,7 +89,7 @@ def train_without(training: dict[str, Any]) -> tuple[Curve, list[float]]:
                 total = sum(model.forward(part).item() for part in microbatches(Batch(batch.tokens, labels)))
                 losses.append(total / (labels != -100).sum().item())
 
-    curve = train(config_of(training=training), steps=STEPS, attach=lambda step: step.hooks.append(Reference()))
+    curve = train(config_of(training=training), steps=STEPS, attach=lambda step: step.hooks.all.append(Reference()))
     return curve, losses
 
 

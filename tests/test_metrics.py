@@ -15,24 +15,27 @@ import pytest
 import torch
 import torch.distributed as dist
 from captured_log import captured_log
-from forked_run import read_metrics
+from forked_run import finish, read_metrics
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import MetricsConfig, ProfilingConfig
+from torchtrain.config.schema import JobConfig, MetricsConfig, ProfilingConfig
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.devices import peak_flops
-from torchtrain.metrics import stragglers
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
-from torchtrain.metrics.report import write_report
 from torchtrain.metrics.run_description import RunDescription
-from torchtrain.metrics.stragglers import StragglerWatch
+from torchtrain.metrics.step_hook import RunResults
 from torchtrain.metrics.writers import TensorBoard, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
+from torchtrain.plugins.diagnostics import stragglers
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
+from torchtrain.plugins.diagnostics.stragglers import StragglerWatch
+from torchtrain.plugins.report.report import write_report
 from torchtrain.plugins.wandb.writer import WeightsAndBiases
 
+NO_BATCH: Any = None
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
 
@@ -42,7 +45,6 @@ def recorder_in(folder: str, start_step: int = 0, **options: Any) -> MetricsReco
         Path(folder),
         device=torch.device("cpu"),
         loss_group=dist.group.WORLD,
-        gloo_group=dist.group.WORLD,
         tokens_per_step=100,
         tokens_after=lambda step: 100 * step,
         flops_per_token=6,
@@ -127,8 +129,9 @@ def test_source_named_samples_is_not_taken_for_generated_samples(
     TensorBoard(WriterContext(MetricsConfig(), tmp_path, CONFIG)).write(line)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("source/loss_samples")] == [(4, 3.0)]
-    monkeypatch.setattr("torchtrain.metrics.report.importlib.util.find_spec", lambda _: None)  # no curves
-    write_report(tmp_path, Run("run", [line], [], [], []), RunDescription("", [], {}), [], [])
+    monkeypatch.setattr("torchtrain.plugins.report.report.importlib.util.find_spec", lambda _: None)  # no curves
+    run = Run("run", [line], [], [], [])
+    write_report(tmp_path, RunResults(JobConfig(), run, RunDescription("", [], {}), [], []))
     report = (tmp_path / "report.md").read_text()
     assert report.count("## Samples after step 4") == 1
     assert "upon a time" in report
@@ -233,13 +236,13 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
         torch.device("cpu"),
         dist.group.WORLD,
         lambda step, event, values: found.append({"step": step, "event": event, **values}),
+        waited_seconds=lambda: 0.3 if slow and kind == "data wait" else 0.02,
     )
     for step in range(1, 10):
-        waited = 0.3 if slow and kind == "data wait" else 0.02
         time.sleep(0.1)
-        watch.before_step(step, waited)
+        watch.before_step(step, NO_BATCH)
         dist.barrier()
-    watch.report_pending()
+    watch.after_last_step()
     stragglers.probe = probe
     return found
 
@@ -260,33 +263,27 @@ def test_rank_of_half_the_speed_is_a_straggler_even_if_the_probe_is_short(gloo: 
     assert [(event["step"], event["rank"], event["kind"]) for event in found] == [(4, 2, "compute"), (8, 2, "compute")]
 
 
-def read_slowly(folder: str) -> None:
-    """Run 8 steps in which the data of rank 2 are slow."""
+@contextmanager
+def slow_data() -> Iterator[None]:
+    """The data of rank 1 are slow."""
+    read = DataLoader._read
 
-    class SlowLoader:
-        wait_seconds = 0.0
+    def read_slowly(*arguments: Any) -> Any:
+        time.sleep(0.3 if dist.get_rank() == 1 else 0.0)
+        return read(*arguments)
 
-        def __iter__(self) -> Iterator[None]:
-            for _ in range(8):
-                start = time.perf_counter()
-                time.sleep(0.3 if dist.get_rank() == 2 else 0.0)
-                self.wait_seconds = time.perf_counter() - start
-                yield None
-
-    with recorder_in(folder, log_freq=100, straggler_freq=4, enable_tensorboard=False) as recorder:
-        for _ in recorder.time_waiting(SlowLoader()):
-            dist.barrier()
+    with patch.object(DataLoader, "_read", read_slowly):
+        yield
 
 
-def test_rank_that_waits_for_data_is_logged_as_a_straggler(gloo: GlooPool, tmp_path: Path) -> None:
-    gloo.run(4, read_slowly, str(tmp_path))
-    lines = read_metrics(tmp_path)
-    stragglers_logged = [line for line in lines if line["event"] == "straggler" and line["kind"] == "data wait"]
-    assert [(line["step"], line["rank"], line["host"]) for line in stragglers_logged] == [
-        (4, 2, socket.gethostname()),
-        (8, 2, socket.gethostname()),
+def test_rank_that_waits_for_data_is_logged_as_a_straggler(tmp_path: Path) -> None:
+    options = ["--metrics.straggler_freq=4", "--training.steps=8", "--checkpoint.no-enable"]
+    finish(tmp_path, *options, "--metrics.straggler_factor=1.2", hook=slow_data)
+    found = [
+        line for line in read_metrics(tmp_path) if line.get("event") == "straggler" and line["kind"] == "data wait"
     ]
-    assert all(line["seconds"] >= 0.3 > line["median_seconds"] for line in stragglers_logged)
+    assert [(line["step"], line["rank"]) for line in found] == [(4, 1), (8, 1)]
+    assert all(line["seconds"] > 0.2 for line in found)
 
 
 def test_ranks_of_equal_speed_are_not_stragglers(gloo: GlooPool) -> None:
@@ -416,10 +413,11 @@ def watch_waits() -> list[tuple[int, float, float]]:
             torch.device("cpu"),
             dist.group.WORLD,
             lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),
+            waited_seconds=lambda: 0.3 if dist.get_rank() == 2 else 0.02,
         )
         for step in range(1, 9):
-            watch.before_step(step, 0.3 if dist.get_rank() == 2 else 0.02)
-        watch.report_pending()
+            watch.before_step(step, NO_BATCH)
+        watch.after_last_step()
     return found
 
 

@@ -49,7 +49,7 @@ def train_with_norms(
     found: Norms = []
 
     def attach(train_step: TrainStep) -> None:
-        train_step.hooks.append(NormsByLayer(train_step.model, freq, lambda *report: found.append(report)))
+        train_step.hooks.all.append(NormsByLayer(train_step.model, freq, lambda *report: found.append(report)))
 
     config = config_of(parallelism=parallelism, training=training, activation_checkpoint={"mode": checkpointing})
     train(config, shape, steps=STEPS, document_start=documents, attach=attach)
@@ -111,7 +111,7 @@ def reference_norms() -> list[dict[str, float]]:
             norms |= {f"max_logits_layers.{i}": of.max().item() for i, of in enumerate(self.logits)}
             found.append(norms)
 
-    train(config_of(), steps=STEPS, attach=lambda train_step: train_step.hooks.append(Reference(train_step)))
+    train(config_of(), steps=STEPS, attach=lambda train_step: train_step.hooks.all.append(Reference(train_step)))
     return found
 
 

@@ -26,7 +26,7 @@ from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
-from torchtrain.plugins.huggingface.export import HUGGING_FACE_EXPORTER, ORIGIN, _origin
+from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _origin
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
@@ -612,7 +612,7 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     checkpoint = CheckpointConfig(folder="memory://0/run/checkpoint")
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=checkpoint)
     assert dist.group.WORLD is not None
-    needed = partial(HUGGING_FACE_EXPORTER.is_missing, config, 4, dist.group.WORLD)
+    needed = partial(HuggingFaceExporter().is_missing, config, 4, dist.group.WORLD)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     (tmp_path / "hf/config.json").write_bytes(b"{}")

@@ -13,8 +13,8 @@ from forked_command import run_command
 ROOT = Path(__file__).parent.parent
 pytest.importorskip("matplotlib")
 
-from torchtrain.metrics.curves import plot  # noqa: E402
 from torchtrain.metrics.history import read_run  # noqa: E402
+from torchtrain.plugins.report.curves import plot  # noqa: E402
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:

@@ -1,4 +1,4 @@
-"""The README's reading list is the set of files in which a default training run executes functions."""
+"""The reading list is the set of the core's files in which a default training run executes functions."""
 
 import ast
 import json
@@ -31,8 +31,8 @@ INFRASTRUCTURE = {
 # What only a CPU needs. A run on GPUs executes no function of this folder.
 CPU_FOLDER = "cpu/"
 # A plugin asks in its __init__ whether the config needs it, and its options.py has the section of the config. A default
-# run executes nothing else of a plugin.
-PLUGIN = re.compile(r"plugins/\w+/(__init__|options)\.py")
+# run executes nothing else of a plugin, but for the report at its end.
+PLUGIN = re.compile(r"plugins/\w+/(__init__|options)\.py|plugins/report/\w+\.py")
 
 
 class Trace:
@@ -111,26 +111,26 @@ def default_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def reading_list() -> list[str]:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    return re.findall(r"^\| \[([^]]+\.py)\]\(torchtrain/\1\) \|", readme, re.MULTILINE)
+    page = (ROOT / "docs/reading.md").read_text(encoding="utf-8")
+    return re.findall(r"^\| \[([^]]+\.py)\]\(\.\./torchtrain/\1\) \|", page, re.MULTILINE)
 
 
 def differences(listed: list[str], executed: set[str]) -> list[str]:
-    """The edits of the README's table that make it the list of files in ``executed`` beside the infrastructure."""
+    """The edits of the table that make it the list of files in ``executed`` beside the infrastructure."""
     core = {name for name in executed - INFRASTRUCTURE.keys() if not PLUGIN.fullmatch(name)}
     expected = {name for name in core if not name.startswith(CPU_FOLDER)}
     edits = [f"remove the row of {name}: a default run executes none of its functions" for name in listed]
     edits = [edit for edit, name in zip(edits, listed, strict=True) if name not in expected]
     for name in sorted(expected.difference(listed)):
         docstring = ast.get_docstring(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))) or ""
-        edits.append(f"add the row: | [{name}](torchtrain/{name}) | {docstring.splitlines()[0]} |")
+        edits.append(f"add the row: | [{name}](../torchtrain/{name}) | {docstring.splitlines()[0]} |")
     return edits
 
 
 def test_reading_list_is_what_a_default_run_executes(default_run: dict[str, Any]) -> None:
     assert default_run["exit_code"] == 0
     edits = differences(reading_list(), set(default_run["functions"]))
-    assert not edits, "README.md:\n" + "\n".join(edits)
+    assert not edits, "docs/reading.md:\n" + "\n".join(edits)
     assert len(reading_list()) == len(set(reading_list()))
 
 
@@ -152,6 +152,6 @@ def test_option_that_is_on_is_traced(tmp_path: Path, default_run: dict[str, Any]
     listed = [name for name in run["functions"] if name not in (*INFRASTRUCTURE, "optimizers/ema.py")]
     listed = [name for name in listed if not (name.startswith(CPU_FOLDER) or PLUGIN.fullmatch(name))]
     (edit,) = differences(listed, set(run["functions"]))
-    assert edit.startswith("add the row: | [optimizers/ema.py](torchtrain/optimizers/ema.py) | ")
+    assert edit.startswith("add the row: | [optimizers/ema.py](../torchtrain/optimizers/ema.py) | ")
     (edit,) = differences([*listed, "optimizers/ema.py", "plugins/muon/muon.py"], set(run["functions"]))
     assert edit == "remove the row of plugins/muon/muon.py: a default run executes none of its functions"

@@ -26,7 +26,7 @@ from torchtrain.config.schema import (
 from torchtrain.datasets.data_source import SourceSize
 from torchtrain.logging import aligned
 from torchtrain.metrics.history import read_run
-from torchtrain.metrics.report import next_commands, summarize
+from torchtrain.metrics.results import next_commands, summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
 from torchtrain.metrics.validation_log import format_validation
 

@@ -63,9 +63,9 @@ from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
-from torchtrain.metrics.report import report_end
+from torchtrain.metrics.results import log_results
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.step_hook import StepHooks
 from torchtrain.metrics.validation import Validator, build_validation_parts, check_validation_parts
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
@@ -184,7 +184,6 @@ class Trainer:
             folder,
             device=device,
             loss_group=mesh.loss.get_group(),
-            gloo_group=self.gloo_group,
             tokens_per_step=tokens_per_step,
             tokens_after=partial(tokens_after, config),
             stage=config.job.stage,
@@ -243,7 +242,7 @@ class Trainer:
             config.profiling, folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
         )
         built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
-        self.train_step.hooks += [hook for hook in built if hook is not None]
+        self.train_step.hooks.all += [hook for hook in built if hook is not None]
 
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
@@ -328,6 +327,7 @@ class Trainer:
                 if missed_validation:
                     self.validate(last=self.step == steps)
                 self.run_steps()
+                self.train_step.hooks.after_last_step()
         finally:
             gc.enable()
         stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
@@ -354,7 +354,7 @@ class Trainer:
             ending = "the data ended (data.when_exhausted = 'stop')"
         logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.config.job.dump_folder)
         if rank() == 0:
-            report_end(self.config, self.description, self.step, is_complete=not stopped)
+            log_results(self.config, self.description, self.step, self.train_step.hooks, is_complete=not stopped)
         if not checkpoint.enable:
             saved = "only the exported weights are" if exporters(self.config) and not stopped else "nothing is"
             logger.warning("checkpoint.enable = false: %s saved of this run", saved)
@@ -488,7 +488,7 @@ class TrainStep:
     before_update: Callable[[], None]
     """Called immediately before the optimizer step."""
     ema: EMA | None = None
-    hooks: list[StepHook] = field(default_factory=list)
+    hooks: StepHooks = field(default_factory=StepHooks)
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
         """Run the step with number ``step``, counted from 1.
@@ -496,8 +496,7 @@ class TrainStep:
         Returns the loss computed by this rank and the gradient norm before clipping. Both stay on the device, so that
         the host does not wait for them.
         """
-        for hook in self.hooks:
-            hook.before_step(step, batch)
+        self.hooks.before_step(step, batch)
         # The number of tokens of the global batch is known before the first backward. Dividing each loss by it gives
         # every token the same weight, whatever its rank and microbatch, and gradients only have to be summed.
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(self.model.device, non_blocking=True)
@@ -507,25 +506,21 @@ class TrainStep:
             self.optimizer.zero_grad()
             loss = self.forward_backward(batch, global_tokens)
         grad_norm = self.clip_and_update(step, loss)
-        for hook in self.hooks:
-            hook.after_step(step, batch, loss, grad_norm)
+        self.hooks.after_step(step, batch, loss, grad_norm)
         return loss, grad_norm
 
     def forward_backward(self, batch: Batch, global_tokens: Tensor) -> TokenLoss:
         """Forward and backward of all microbatches; gradients are accumulated in the parameters' ``grad``."""
-        for hook in self.hooks:
-            hook.before_forward_backward(batch)
+        self.hooks.before_forward_backward(batch)
         count = len(batch.tokens) // self.microbatches.local_batch_size
         self.model.begin_gradients(len(batch.tokens))
         losses = torch.zeros(2, dtype=torch.float64, device=self.model.device)
         tokens = torch.zeros((), dtype=torch.int64, device=self.model.device)
         for i, microbatch in enumerate(self.microbatches(batch)):
             tokens += (microbatch.labels != IGNORE_INDEX).sum()
-            for hook in self.hooks:
-                hook.before_microbatch(i)
+            self.hooks.before_microbatch(i)
             losses += exact_nats(self.model.forward_backward(microbatch, global_tokens, is_last=i == count - 1))
-        for hook in self.hooks:
-            hook.after_backward()
+        self.hooks.after_backward()
         z_loss = losses[1] if self.model.loss.z_weight else None
         return TokenLoss(losses[0], tokens * self.model.has_loss, z_loss)
 
@@ -535,8 +530,7 @@ class TrainStep:
         Returns the gradient norm before clipping.
         """
         tied_replicas = self.sync_tied_embedding_grads()
-        for hook in self.hooks:
-            hook.after_gradients()
+        self.hooks.after_gradients()
         grad_norm = clip_grad_norm(self.model.model_parts, self.max_norm, self.model.reducer, tied_replicas)
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
         skip = self.guard.check(step, loss, grad_norm)
@@ -545,8 +539,7 @@ class TrainStep:
         self.optimizer.step(skip)
         if self.ema is not None:
             self.ema.update(step, skip)
-        for hook in self.hooks:
-            hook.after_update()
+        self.hooks.after_update()
         self.optimizer.zero_grad()
         return grad_norm
 
@@ -596,7 +589,7 @@ def validate(
 
 def exporters(config: JobConfig) -> list[Exporter]:
     """The exporters that ``config`` asks for."""
-    return [exporter for exporter in map(EXPORTERS.__getitem__, EXPORTERS) if exporter.is_enabled(config)]
+    return [exporter for name in EXPORTERS if (exporter := EXPORTERS[name](config)) is not None]
 
 
 def require_choice(config: JobConfig) -> None:

@@ -125,7 +125,7 @@ def train(
     )
     if config.debug.fingerprint_steps:
         sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
-        train_step.hooks.append(FingerprintHook(sized, model))
+        train_step.hooks.all.append(FingerprintHook(sized, model))
     attach(train_step)
     degrees = model.mesh.degrees
     losses, grad_norms, z_losses = [], [], []

@@ -36,10 +36,6 @@ class Exporter(ABC):
     """Writes the weights after the last step in another format; see ``EXPORTERS``."""
 
     @abstractmethod
-    def is_enabled(self, config: JobConfig) -> bool:
-        """Whether ``config`` asks for it."""
-
-    @abstractmethod
     def check(self, config: JobConfig, model: DecoderConfig) -> None:
         """Raise ConfigError if ``model`` cannot be exported, or the export could not be written. Before any work."""
 

@@ -35,6 +35,7 @@ class Registry:
     ) -> None:
         self.option = option
         self.of_plugins = of_plugins or {}
+        self._core = tuple(core or ())
         self._entries: dict[str, Any] = dict(core or {})
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
@@ -59,8 +60,9 @@ class Registry:
         self._entries[name] = entry
 
     def __iter__(self) -> Iterator[str]:
+        """The names: those of the core, then the others by name, whatever the order of imports."""
         load_plugins()
-        return iter(self._entries)
+        return iter([*self._core, *sorted(self._entries.keys() - set(self._core))])
 
     def __contains__(self, name: object) -> bool:
         load_plugins()
@@ -82,7 +84,7 @@ class Registry:
             if name in self.of_plugins:
                 plugin = self.of_plugins[name]
                 raise ConfigError(f"{option} = {name!r} needs the plugin {plugin}, which is not installed")
-            choices = ", ".join(repr(choice) for choice in self._entries)
+            choices = ", ".join(map(repr, self))
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
@@ -192,7 +194,7 @@ WEIGHT_FORMATS = Registry("the name of a format of weights", of_plugins={"huggin
 
 
 EXPORTERS = Registry("the name of an exporter")
-"""Instances of ``checkpoint.other_formats.Exporter``, each of which decides by the config whether it exports."""
+"""Functions that get the config, and return a ``checkpoint.other_formats.Exporter``, or None if it asks for none."""
 
 
 CONFIG_SECTIONS = Registry(

@@ -29,7 +29,6 @@ from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.errors import TorchtrainError
 from torchtrain.logging import BestEffort, aligned, log_in_color, logger, message_width, terminal_width
 from torchtrain.metrics.history import read_run
-from torchtrain.metrics.stragglers import StragglerWatch
 from torchtrain.metrics.validation_log import format_validation
 from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss
@@ -85,7 +84,6 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     _: KW_ONLY
     device: torch.device
     loss_group: dist.ProcessGroup
-    gloo_group: dist.ProcessGroup
     tokens_per_step: int  # tokens of the global batch
     tokens_after: Callable[[int], int]  # the number of tokens of the run up to a step
     stage: str = ""  # its name; empty if the run has no stages
@@ -101,15 +99,11 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     same_process: bool = False  # whether this process has trained an earlier stage; for the event "start"
 
     def __post_init__(self) -> None:
-        config, ranks = self.config, dist.get_world_size()
         self.stage_entry = {"stage": self.stage} if self.stage else {}
         self.step_metrics: list[StepMetrics] = []
         self.validations: list[dict[str, Any]] | None = None  # steps and results so far; read at the first validation
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
-        self.stragglers: StragglerWatch | None = None
-        if config.straggler_freq and ranks > 1:
-            self.stragglers = StragglerWatch(config, self.device, self.gloo_group, self.record_event)
         self.writers: Writers | None = None
 
     def __enter__(self) -> "MetricsRecorder":
@@ -133,8 +127,6 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self.stragglers is not None and error is None:
-            self.stragglers.report_pending()
         if self.writers is not None:
             self.writers.close()
 
@@ -142,9 +134,6 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Iterate over ``loader``, and record how long it waits for each batch."""
         for batch in loader:
             self.data_wait_seconds += loader.wait_seconds
-            self.waiting_for_step += 1
-            if self.stragglers is not None:
-                self.stragglers.before_step(self.waiting_for_step, loader.wait_seconds)
             yield batch
 
     def record(self, step: int, loss: TokenLoss, grad_norm: Tensor, lr: float) -> None:
@@ -246,7 +235,6 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Start a new measurement interval after ``step``: at the start, after each written line, and by ``undo``."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.unwritten = None
-        self.waiting_for_step = step
         for metrics in self.step_metrics:
             metrics.restart()
 

@@ -1,13 +1,34 @@
-"""The interface of what observes train steps from outside."""
+"""The interface of what observes a run from outside."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.metrics.history import Run
+from torchtrain.metrics.run_description import RunDescription
 from torchtrain.models.loss import TokenLoss
 
 
+@dataclass(frozen=True)
+class RunResults:
+    """What is known of a run at its end."""
+
+    config: JobConfig
+    run: Run
+    """Its lines of metrics."""
+    description: RunDescription
+    """That of the last stage, if the run has stages."""
+    rows: Sequence[tuple[str, str]]
+    """Labels and texts of time, tokens, losses, validation, and checkpoints."""
+    next_commands: Sequence[str]
+    """Commands that use what the run has saved."""
+
+
 class StepHook:
-    """Base class of hooks that observe train steps. Override methods and append an instance to ``TrainStep.hooks``.
+    """Base class of hooks that observe train steps. Override methods and append an instance to ``TrainStep.hooks.all``.
 
     A hook must not modify what it observes. It may call collectives if all ranks have the hook.
     """
@@ -32,3 +53,52 @@ class StepHook:
 
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:
         """Called at the end of the step."""
+
+    def after_last_step(self) -> None:
+        """Called when the steps of a run or stage have ended, also by a request to stop, but not by an error."""
+
+    def results(self, results: RunResults) -> Sequence[tuple[str, str]]:  # noqa: ARG002
+        """Called on rank 0 when a run is complete. Returns labels and texts for its summary in the log."""
+        return ()
+
+
+class StepHooks(StepHook):
+    """Several hooks as one: each method calls that of ``all`` in their order."""
+
+    def __init__(self, *hooks: StepHook) -> None:
+        self.all = list(hooks)
+
+    def before_step(self, step: int, batch: Batch) -> None:
+        for hook in self.all:
+            hook.before_step(step, batch)
+
+    def before_forward_backward(self, batch: Batch) -> None:
+        for hook in self.all:
+            hook.before_forward_backward(batch)
+
+    def before_microbatch(self, index: int) -> None:
+        for hook in self.all:
+            hook.before_microbatch(index)
+
+    def after_backward(self) -> None:
+        for hook in self.all:
+            hook.after_backward()
+
+    def after_gradients(self) -> None:
+        for hook in self.all:
+            hook.after_gradients()
+
+    def after_update(self) -> None:
+        for hook in self.all:
+            hook.after_update()
+
+    def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:
+        for hook in self.all:
+            hook.after_step(step, batch, loss, grad_norm)
+
+    def after_last_step(self) -> None:
+        for hook in self.all:
+            hook.after_last_step()
+
+    def results(self, results: RunResults) -> Sequence[tuple[str, str]]:
+        return [row for hook in self.all for row in hook.results(results)]

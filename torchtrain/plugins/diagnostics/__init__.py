@@ -1,4 +1,4 @@
-"""Plugin: norms by layer, attention logits and losses by source (docs/watching.md)."""
+"""Plugin: norms by layer, attention logits, losses by source, and slow ranks (docs/watching.md)."""
 
 from typing import TYPE_CHECKING
 
@@ -39,3 +39,20 @@ def norms_by_layer(trainer: "Trainer") -> "StepHook | None":
     )
     trainer.guard.explain = hook.recorded.describe_first_outlier
     return hook
+
+
+@STEP_HOOKS.register("stragglers")
+def slow_ranks(trainer: "Trainer") -> "StepHook | None":
+    """Slow ranks, every ``metrics.straggler_freq`` steps."""
+    config = trainer.config.metrics
+    if not config.straggler_freq or trainer.gloo_group.size() == 1:
+        return None
+    from torchtrain.plugins.diagnostics.stragglers import StragglerWatch
+
+    return StragglerWatch(
+        config,
+        trainer.device,
+        trainer.gloo_group,
+        trainer.metrics.record_event,
+        waited_seconds=lambda: trainer.dataloader.wait_seconds,
+    )

@@ -27,9 +27,6 @@ EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidate
 class HuggingFaceExporter(Exporter):
     """``checkpoint.last_save_in_hf``."""
 
-    def is_enabled(self, config: JobConfig) -> bool:
-        return config.checkpoint.last_save_in_hf
-
     def check(self, config: JobConfig, model: DecoderConfig) -> None:
         folder = Path(config.job.dump_folder) / "hf"
         if folder.is_symlink():
@@ -82,6 +79,3 @@ def _origin(config: JobConfig, step: int) -> dict[str, str]:
     checkpoint = config.checkpoint
     options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
     return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}
-
-
-HUGGING_FACE_EXPORTER = HuggingFaceExporter()

@@ -23,6 +23,7 @@ from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
+from torchtrain.metrics.step_hook import StepHooks
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
@@ -250,7 +251,7 @@ def simulate_steps(
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         ema=ema,
-        hooks=[RecorderHook(recorder)],
+        hooks=StepHooks(RecorderHook(recorder)),
     )
     recorder.categorize(parameters, "parameters")
     if ema is not None:

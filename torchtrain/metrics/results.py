@@ -1,48 +1,45 @@
-"""What a run has reached: a summary in the log, and ``report.md`` with curves in the dump folder."""
+"""What a run has reached: a summary in the log."""
 
-import importlib.util
 import re
 import shlex
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
-from torchtrain.files import atomic_write, is_url
+from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
 from torchtrain.metrics.recorder import duration
 from torchtrain.metrics.run_description import RunDescription
-from torchtrain.metrics.stage_table import stage_table
-from torchtrain.metrics.writers import samples_as_markdown
+from torchtrain.metrics.step_hook import RunResults, StepHook
 
-REPORT, CURVES = "report.md", "curves.png"
 # Names of validation metrics; what follows is the name of a source, or of a task and its score.
 LOSS = re.compile(r"validation_(ema_)?loss(_|$)")
 TASK = re.compile(r"validation_(ema_)?task_")
 
 
-def report_end(config: JobConfig, description: RunDescription, step: int, *, is_complete: bool) -> None:
-    """Log the results after the last ``step`` of a run and the commands that come next; write the report.
+def log_results(
+    config: JobConfig, description: RunDescription, step: int, hooks: StepHook, *, is_complete: bool
+) -> None:
+    """Log the results after the last ``step`` of a run, and the commands that come next.
 
     Args:
-        is_complete: the run has ended, and was not stopped before. Only then is a report written: a run that is
-            stopped has little time left.
+        config: its config.
+        description: that of the last stage, if the run has stages.
+        step: the last step.
+        hooks: they may do more with the results if the run is complete.
+        is_complete: the run has ended, and was not stopped before: a run that is stopped has little time left.
     """
     folder = Path(config.job.dump_folder)
     with BestEffort("the summary of the run"):
         run = read_run(folder)
-        results, commands = summarize(run), next_commands(config, step, is_complete=is_complete)
-        written = []
+        rows, commands = summarize(run), next_commands(config, step, is_complete=is_complete)
         if config.checkpoint.enable:
-            results.append(("checkpoints", f"{config.checkpoint.location(folder)}, the last one step-{step}"))
-        if is_complete and config.metrics.enable_report:
-            with BestEffort(REPORT):
-                write_report(folder, run, description, results, commands, stage_table(config) if config.stages else ())
-                written = [("report", str(folder / REPORT))]
-        rows = [*results, *written, *(("next", command) for command in commands)]
+            rows.append(("checkpoints", f"{config.checkpoint.location(folder)}, the last one step-{step}"))
+        more = hooks.results(RunResults(config, run, description, rows, commands)) if is_complete else ()
+        rows = [*rows, *more, *(("next", command) for command in commands)]
         logger.info("results of %s:\n%s", run.name, aligned(rows, terminal_width()))
 
 
@@ -123,50 +120,3 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
     if MODELS[config.model.name].hf is not None:
         commands.append(f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}{imports}")
     return commands
-
-
-def write_report(
-    folder: Path,
-    run: Run,
-    description: RunDescription,
-    results: Sequence[tuple[str, str]],
-    commands: Sequence[str],
-    stages: Sequence[Sequence[str]] = (),
-) -> None:
-    """Write ``report.md`` to ``folder``, and ``curves.png`` beside it if matplotlib is installed.
-
-    Args:
-        description: that of the last stage, if the run has stages.
-        stages: the rows of ``stage_table``; empty if the run has none.
-    """
-    lines = [f"# {run.name}", "", *_table(results), ""]
-    if importlib.util.find_spec("matplotlib") is not None:
-        with BestEffort(CURVES):
-            from torchtrain.metrics.curves import plot
-
-            plot([run], folder / CURVES)
-            lines += ["## Curves", "", f"![Curves of the run]({CURVES})", ""]
-    else:
-        lines += ["No curves: matplotlib is not installed (`pip install 'torchtrain[plot]'`).", ""]
-    for line in [line for line in run.lines if "validation_samples" in line or "validation_ema_samples" in line][-1:]:
-        for name in (name for name in line if name.endswith("_samples") and isinstance(line[name], list)):
-            weights = " with the averaged weights" if "ema" in name else ""
-            lines += [f"## Samples after step {line['step']:,}{weights}", "", samples_as_markdown(line[name])]
-    if stages:
-        lines += ["## Stages", "", *_table(stages[1:], stages[0]), ""]
-    lines += ["## The last stage" if stages else "## The run", "", f"`{description.title}`", ""]
-    lines += [*_table(description.rows), ""]
-    if run.faults:
-        lines += ["## Events", "", "| step | event |", "| --- | --- |"]
-        lines += [f"| {step} | {event.replace('_', ' ')} |" for step, event in run.faults]
-        lines += [""]
-    if commands:
-        lines += ["## Next", "", "```bash", *commands, "```", ""]
-    with atomic_write(folder / REPORT) as file:
-        file.write("\n".join(lines).encode())
-
-
-def _table(rows: Sequence[Sequence[str]], columns: Sequence[str] = ("", "")) -> list[str]:
-    """Rows as a table of Markdown."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines]

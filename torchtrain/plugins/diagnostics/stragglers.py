@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.config.schema import MetricsConfig
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import logger
+from torchtrain.metrics.step_hook import StepHook
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
@@ -26,8 +28,8 @@ MIN_SHARE_OF_STEP = 0.05
 
 
 @dataclass(eq=False)
-class StragglerWatch:
-    """Call ``before_step`` before each step, on all ranks.
+class StragglerWatch(StepHook):
+    """Finds ranks that are slower than others.
 
     Every ``straggler_freq`` steps the times of all ranks are gathered asynchronously. In the next step, rank 0 calls
     ``report(step, "straggler", values)`` for each rank whose time exceeds ``straggler_factor`` times the median.
@@ -37,6 +39,8 @@ class StragglerWatch:
     device: torch.device
     group: dist.ProcessGroup  # a gloo group of all ranks, so that its messages do not wait for a GPU
     report: Callable[[int, str, dict[str, Any]], None]
+    waited_seconds: Callable[[], float]
+    """How long this rank has waited for the batch of the step."""
 
     def __post_init__(self) -> None:
         self.hosts: list[Any] = [None] * dist.get_world_size()
@@ -49,10 +53,9 @@ class StragglerWatch:
         self.pending: tuple[int, dist.Work, list[Tensor]] | None = None
         probe(self.operand)  # the first call loads kernels
 
-    def before_step(self, step: int, waited_seconds: float) -> None:
-        """Record how long this rank waited for the batch of ``step``."""
+    def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
         self.report_pending()  # the times that were gathered at the previous step
-        self.wait_seconds += waited_seconds
+        self.wait_seconds += self.waited_seconds()
         self.steps += 1
         if step % self.config.straggler_freq:
             return
@@ -64,8 +67,11 @@ class StragglerWatch:
         assert work is not None
         self.pending = (step, work, all_ranks)
 
+    def after_last_step(self) -> None:
+        self.report_pending()
+
     def report_pending(self) -> None:
-        """Report slow ranks from the pending all-gather, if there is one. Also called at the end of the run."""
+        """Report slow ranks from the pending all-gather, if there is one."""
         if self.pending is None:
             return
         step, work, all_ranks = self.pending
