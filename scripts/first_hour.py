@@ -119,7 +119,12 @@ def module(name: str, *options: str) -> list[str]:
 
 def machine(dry_run: bool, calibration: Path) -> Part:
     """Versions, and the rates of the kernels."""
-    measure = [PYTHON, "scripts/measure_kernels.py", *(["--tiny"] if dry_run else []), f"--output={calibration}"]
+    measure = [
+        PYTHON,
+        "scripts/benchmarks/measure_kernels.py",
+        *(["--tiny"] if dry_run else []),
+        f"--output={calibration}",
+    ]
     commands = [module("torch.utils.collect_env"), *([] if dry_run else [["nvidia-smi"]]), measure]
 
     def figures(output: str) -> str:
@@ -237,7 +242,7 @@ def configs(dry_run: bool, work: Path) -> Part:
 
 def benchmark(dry_run: bool, work: Path) -> Part:
     which = ["--tiny", "--threads=1"] if dry_run else ["--gpu", "--only", "1B seq 2048 compiled"]
-    command = [PYTHON, "scripts/benchmark.py", *which, "--rounds=1", f"--output={work / 'benchmark.json'}"]
+    command = [PYTHON, "scripts/benchmarks/benchmark.py", *which, "--rounds=1", f"--output={work / 'benchmark.json'}"]
 
     def figures(_: str) -> str:
         rows = json.loads((work / "benchmark.json").read_text(encoding="utf-8"))["rows"]

@@ -36,7 +36,7 @@ COMMANDS = [
     "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output prepared",
     "./run_llama_train.sh --data.path prepared --job.dump_folder outputs/prepared",
     "python -m torchtrain.prepare --prepare.output prepared --prepare.verify",
-    "python scripts/document_config.py",
+    "python scripts/docs/document_config.py",
 ]
 PLANNED = "takes half a minute; tests/test_estimate.py runs a similar command"
 AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
@@ -76,20 +76,20 @@ LISTED = {
     "pytest -m slow": "takes minutes; run by hand",
     "pytest -m gpu": "needs a GPU",
     "scripts/make_wheels.sh": ("needs a package index"),
-    "python scripts/measure_kernels.py": "needs a GPU; part of the dry run of first_hour.sh",
+    "python scripts/benchmarks/measure_kernels.py": "needs a GPU; part of the dry run of first_hour.sh",
     "scripts/first_hour.sh": ("needs a GPU; tests/test_first_hour.py has its dry run"),
-    "python scripts/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
-    "python scripts/benchmark_muon.py": "takes minutes; run by hand",
+    "python scripts/benchmarks/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
+    "python scripts/benchmarks/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
     "pip install -e '.[bench]'": "needs a package index",
     "pip install 'torchtrain[s3]'": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --checkpoint.folder s3://my-bucket/my-run/checkpoint": "test_s3_checkpoints.py, with moto",
     "pip install -e '.[float8]'": "needs a package index; run by .ci/run",
-    "python scripts/benchmark.py # small sizes on a CPU": "takes minutes",
-    "python scripts/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
-    "python scripts/benchmark.py --only vocabulary": "takes minutes",
-    "python scripts/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
-    "python scripts/benchmark_metrics.py --steps 150": "takes minutes",
+    "python scripts/benchmarks/benchmark.py # small sizes on a CPU": "takes minutes",
+    "python scripts/benchmarks/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
+    "python scripts/benchmarks/benchmark.py --only vocabulary": "takes minutes",
+    "python scripts/benchmarks/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
+    "python scripts/benchmarks/benchmark_metrics.py --steps 150": "takes minutes",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_70b.toml --estimate.world_size 256 "
     "--estimate.gpu h100-80": PLANNED,
@@ -101,14 +101,14 @@ LISTED = {
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "tests/test_compare.py runs a similar command",
     "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
-    "python scripts/validate_estimate.py": "takes five minutes; run by hand",
-    "python scripts/validate_estimate.py --fit": "takes ten minutes; run by hand",
-    "python scripts/validate_estimate.py --only context": "takes a minute; run by hand",
-    "python scripts/interpret_kernels.py": "takes minutes; tests/test_lowered_numerics.py runs the same functions",
-    "python scripts/fit_attention.py": "tests/test_estimate.py fits the same",
-    "python scripts/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
-    "python scripts/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
-    "python scripts/lower.py --matrix --match selective-documents": "minutes; slow tests of tests/test_lowering.py",
+    "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
+    "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
+    "python scripts/benchmarks/validate_estimate.py --only context": "takes a minute; run by hand",
+    "python scripts/benchmarks/interpret_kernels.py": "minutes; tests/test_lowered_numerics.py",
+    "python scripts/benchmarks/fit_attention.py": "tests/test_estimate.py fits the same",
+    "python scripts/benchmarks/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
+    "python scripts/benchmarks/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
+    "python scripts/benchmarks/lower.py --matrix --match selective-documents": "slow tests of tests/test_lowering.py",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --data.path my_texts.jsonl --job.dump_folder outputs/my_texts": "run with more options",
@@ -124,11 +124,11 @@ LISTED = {
     ),
     'python -m torchtrain.generate my_qwen3 --prompt "def main("': FROM_HF,
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
-    "python scripts/crash_test.py --kills 12 --faults 50": "takes long; tests/test_faults.py has a short version",
-    "python scripts/crash_test.py --storage s3 --kills 50 --faults 50": "takes long; tests/test_s3_checkpoints.py",
-    "python scripts/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",
-    "python scripts/crash_test.py --storage s3 --composed 20": "takes long; tests/test_object_store.py",
-    "python scripts/crash_test.py --kills 30": "takes long; tests/test_faults.py has a short version",
+    "python scripts/faults/crash_test.py --kills 12 --faults 50": "tests/test_faults.py has a short version",
+    "python scripts/faults/crash_test.py --storage s3 --kills 50 --faults 50": "tests/test_s3_checkpoints.py",
+    "python scripts/faults/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",
+    "python scripts/faults/crash_test.py --storage s3 --composed 20": "takes long; tests/test_object_store.py",
+    "python scripts/faults/crash_test.py --kills 30": "takes long; tests/test_faults.py has a short version",
     "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": AVERAGED,
     'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': AVERAGED,
     "python -m torchtrain.convert outputs/my_run my_run_mean --average 5": AVERAGED,
@@ -228,11 +228,13 @@ def test_code_in_the_readme_of_the_tests_is_quoted_from_them() -> None:
 
 
 def test_generated_pages_are_current() -> None:
-    spec = importlib.util.spec_from_file_location("document_config", ROOT / "scripts" / "document_config.py")
+    spec = importlib.util.spec_from_file_location("document_config", ROOT / "scripts/docs/document_config.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     for name, render in script.PAGES.items():
-        assert (script.ROOT / name).read_text(encoding="utf-8") == render(), "run python scripts/document_config.py"
+        assert (script.ROOT / name).read_text(encoding="utf-8") == render(), (
+            "run python scripts/docs/document_config.py"
+        )
 
 
 def test_reading_list_and_architecture_name_all_files_of_the_core_folders() -> None:

@@ -771,7 +771,7 @@ def test_one_rank_reads_the_hang_reports_of_all_ranks(
 
 
 class Forked(ForkedRun):
-    """The runs of scripts/crash_test.py, with a smaller model in forked processes."""
+    """The runs of scripts/faults/crash_test.py, with a smaller model in forked processes."""
 
     def __init__(self, folder: Path, options: list[str]) -> None:
         # Slow, so that few steps pass while its disk fails: the other run must make all of them, too.

@@ -404,13 +404,13 @@ def test_benchmark_has_the_environment_of_the_launcher(tmp_path: Path) -> None:
         text=True,
     )
     environment = dict(line.split("=", 1) for line in launched.stdout.splitlines() if "=" in line)
-    benchmark = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
+    benchmark = runpy.run_path(str(ROOT / "scripts/benchmarks/benchmark.py"))
     malloc = {name: value for name, value in environment.items() if name.startswith("MALLOC_")}
     assert malloc == (benchmark["LAUNCHER_ENVIRONMENT"] if not torch.cuda.is_available() else {})
 
 
 def test_benchmark_adds_the_cpu_time_of_all_ranks() -> None:
-    benchmark = runpy.run_path(str(ROOT / "scripts" / "benchmark.py"))
+    benchmark = runpy.run_path(str(ROOT / "scripts/benchmarks/benchmark.py"))
     entrant, result = benchmark["Entrant"], benchmark["Result"]
     group = benchmark["Group"]("ranks", (entrant("ours"), entrant("ours", ranks=2)))
     row = benchmark["row"](group, group.entrants[1], result([1.0], [1.0]), result([2.0], [2.0]))

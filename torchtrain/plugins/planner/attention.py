@@ -33,7 +33,7 @@ class AttentionSpeed:
         return self.efficiency * keys / (keys + self.overhead_keys)
 
 
-# Fitted by scripts/fit_attention.py to published benchmarks of the kernels alone, scripts/published_attention.csv.
+# Fitted by scripts/benchmarks/fit_attention.py to published benchmarks of the kernels alone (published_attention.csv).
 SPEEDS = {
     Kernel("cudnn", 8, "forward", 128): AttentionSpeed(0.576, 140),
     Kernel("cudnn", 8, "backward", 128): AttentionSpeed(0.469, 336),

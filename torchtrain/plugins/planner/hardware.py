@@ -52,7 +52,7 @@ GPUS = {
 class Efficiency:
     """Fractions of the peak rates that training reaches, and latencies.
 
-    ``scripts/validate_estimate.py`` fits ``matmul``, ``float8``, ``memory`` and ``power_limited`` to
+    ``scripts/benchmarks/validate_estimate.py`` fits ``matmul``, ``float8``, ``memory`` and ``power_limited`` to
     published runs.
     """
 

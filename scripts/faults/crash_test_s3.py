@@ -1,4 +1,4 @@
-"""``python scripts/crash_test.py --storage s3``: the rounds of a run whose checkpoints are in a bucket.
+"""``python scripts/faults/crash_test.py --storage s3``: the rounds of a run whose checkpoints are in a bucket.
 
 The ranks have no common folder: each has a dump folder of its own, which is lost before every other start. The server
 (moto) is a process of its own, behind the proxy of ``s3_faults.py``. Each round starts the run and injects one fault:
@@ -42,7 +42,7 @@ from torchtrain.plugins.object_storage.storage import ObjectStorage
 if TYPE_CHECKING:  # crash_test imports this module
     from crash_test import Run
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 BUCKET, URL = "bucket", "s3://bucket/run/checkpoint"
 KEYS = {"AWS_ACCESS_KEY_ID": "crash", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
 START_SECONDS = 120  # of the server

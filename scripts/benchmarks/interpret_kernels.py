@@ -1,7 +1,7 @@
 """Run the kernels that Inductor generates for a GPU on the CPU, and print their errors against eager as markdown.
 
-    python scripts/interpret_kernels.py             # all functions, about 20 minutes
-    python scripts/interpret_kernels.py RoPE loss   # functions whose names begin with these
+    python scripts/benchmarks/interpret_kernels.py             # all functions, about 20 minutes
+    python scripts/benchmarks/interpret_kernels.py RoPE loss   # functions whose names begin with these
 
 It needs torchtrain[dev], which contains Triton, and g++. The exit code is 1 if an error is above its bound, as in
 tests/test_lowered_numerics.py.
@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "harness")]
 
 HEADER = ("function", "kernels", "float32", "bfloat16", "eager bfloat16", "result with the largest error", "seconds")

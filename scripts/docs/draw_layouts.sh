@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Draw docs/curves.png: one seed on five layouts, one of which is killed after step 24 and resumed from step 20.
-#   usage: scripts/draw_layouts.sh [FOLDER [PICTURE]]   default: outputs/layouts docs/curves.png
+#   usage: scripts/docs/draw_layouts.sh [FOLDER [PICTURE]]   default: outputs/layouts docs/curves.png
 # It takes about ten minutes on two CPU cores, and needs matplotlib. In bfloat16, layouts would differ by its rounding.
 set -euo pipefail
 
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 folder=${1:-outputs/layouts}
 picture=${2:-docs/curves.png}
 PYTHON=${PYTHON:-python}

@@ -1,8 +1,8 @@
 """Compare the planner's estimates with published runs, and fit the efficiencies of its cost model to them.
 
-    python scripts/validate_estimate.py                  # the table of docs/estimate.md
-    python scripts/validate_estimate.py --only '70B'     # the rows that contain a regular expression
-    python scripts/validate_estimate.py --fit            # fits the efficiencies, for plugins/planner/hardware.py
+    python scripts/benchmarks/validate_estimate.py                  # the table of docs/estimate.md
+    python scripts/benchmarks/validate_estimate.py --only '70B'     # the rows that contain a regular expression
+    python scripts/benchmarks/validate_estimate.py --fit     # fits the efficiencies, for plugins/planner/hardware.py
 
 Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A row describes how the trainer of a run
 differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,

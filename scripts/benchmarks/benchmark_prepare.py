@@ -1,6 +1,6 @@
 """Measure ``torchtrain.prepare`` under torchrun: tokens per second, and the bytes that it writes to the local disk.
 
-    python scripts/benchmark_prepare.py [--kind parquet] [--gigabytes 0.1] [--processes 2] [--s3]
+    python scripts/benchmarks/benchmark_prepare.py [--kind parquet] [--gigabytes 0.1] [--processes 2] [--s3]
 
 The input is made in ``--folder`` if it is not there: files of ``--gigabytes`` in total, of documents that consist of
 runs of 4 to 12 words from the docstrings of the standard library. They are prepared from there to a folder, or with
@@ -25,11 +25,13 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import zstandard
+
+sys.path.append(str(Path(__file__).parent.parent / "faults"))
 from crash_test_s3 import BUCKET, KEYS, Server
 
 from torchtrain.datasets.local_files import open_standard_library
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FILES = 16
 # Bytes of text for each byte of a file.
 COMPRESSION = {"jsonl.zst": 3.0, "parquet": 1.57}

@@ -1,6 +1,6 @@
 """Compare the throughput of data loading with plain calls of the libraries, measured in turns in the same run.
 
-    python scripts/benchmark_data.py [--copies 4] [--rounds 3] [--tiktoken_file tokenizer.model] [--only_cold]
+    python scripts/benchmarks/benchmark_data.py [--copies 4] [--rounds 3] [--tiktoken_file FILE] [--only_cold]
 
 The text is the embedded one, ``copies`` times. Each line gives the median of ``rounds``, in million tokens a second,
 for torchtrain and for the plain call, and the ratios of their time and of the CPU time of all processes. The latter is
@@ -53,7 +53,7 @@ from torchtrain.datasets.tokenizers import (
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest, Shard
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 SEQ_LEN, ROWS = 2048, 8
 
 

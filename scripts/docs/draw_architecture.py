@@ -1,4 +1,4 @@
-"""Draw the picture in docs/architecture.md from the imports of the package: ``python scripts/draw_architecture.py``.
+"""Draw the picture in docs/architecture.md from the imports: ``python scripts/docs/draw_architecture.py``.
 
 The picture is a Mermaid flowchart, which GitHub renders. Its boxes are the folders and modules of the package by layer.
 An arrow means "imports". An arrow that other arrows imply, because there is a longer path, is omitted.
@@ -8,7 +8,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 PAGE = ROOT / "docs" / "architecture.md"
 FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
 
@@ -40,7 +40,6 @@ LAYERS = {
         "logging",
         "environment",
         "files",
-        "object_store",
         "errors",
         "devices",
         "labels",

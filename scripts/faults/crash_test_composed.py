@@ -1,4 +1,4 @@
-"""``python scripts/crash_test.py --composed 20``: rounds with two or three faults of different kinds.
+"""``python scripts/faults/crash_test.py --composed 20``: rounds with two or three faults of different kinds.
 
 A round starts the run by ``run_llama_train.sh``, which starts torchrun, on 1, 2 or 4 ranks. Each fault is injected at a
 random moment in the seconds after the start or, in every other round, after its first save, and ends some seconds
@@ -59,7 +59,7 @@ from torchtrain.files import is_url
 if TYPE_CHECKING:
     from s3_faults import S3Faults
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 RANKS = (1, 2, 4)
 LATEST_SECONDS = 10  # after the start of a run, or its first save; a fault begins earlier
 TIMEOUT_SECONDS = 300

@@ -1,9 +1,9 @@
 """Compile the training step of configs for a GPU, without a GPU, and print a table of the kernels as markdown.
 
-    python scripts/lower.py                                        # the configs in train_configs/
-    python scripts/lower.py train_configs/llama3_8b.toml --kernels # every kernel of one config
-    python scripts/lower.py --matrix --match documents             # options with the 8B config, about 10 minutes in all
-    python scripts/lower.py --bytes                                # bytes through memory by compiled graph
+    python scripts/benchmarks/lower.py                                        # the configs in train_configs/
+    python scripts/benchmarks/lower.py train_configs/llama3_8b.toml --kernels # every kernel of one config
+    python scripts/benchmarks/lower.py --matrix --match documents  # options with the 8B config, about 10 minutes in all
+    python scripts/benchmarks/lower.py --bytes                                # bytes through memory by compiled graph
 
 It needs torchtrain[dev], which contains Triton, and g++. Two layers per pipeline stage are compiled. The exit code is 1
 if a check of tests/test_lowering.py fails.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-FOLDER = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "harness")]
 
 if TYPE_CHECKING:

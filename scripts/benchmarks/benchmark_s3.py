@@ -1,4 +1,4 @@
-"""Measure saves and loads of checkpoints in S3: ``python scripts/benchmark_s3.py``.
+"""Measure saves and loads of checkpoints in S3: ``python scripts/benchmarks/benchmark_s3.py``.
 
 Starts a local server (moto), and compares our verified storage with PyTorch's FsspecWriter and FsspecReader, which hash
 nothing, with their defaults. Both save and load the same state on the same server, in turns, forward in one round and
@@ -9,18 +9,22 @@ faster. A ratio is the median of the rounds' ratios. CPU seconds are those of th
 import argparse
 import os
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from crash_test_s3 import BUCKET, KEYS, Server
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+sys.path.append(str(Path(__file__).parent.parent / "faults"))
+from crash_test_s3 import BUCKET, KEYS, Server
 
 from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.states import load_tensors, save_tensors

@@ -1,6 +1,6 @@
 """CPU seconds of a training step with losses by source and with norms by layer, relative to a step without them.
 
-    python scripts/benchmark_metrics.py
+    python scripts/benchmarks/benchmark_metrics.py
 
 Steps with and without these metrics alternate in one process with one thread, on the debug model.
 """

@@ -1,4 +1,4 @@
-"""Fault-injection stress test of a training run: ``python scripts/crash_test.py --kills 30 --faults 50``.
+"""Fault-injection stress test of a training run: ``python scripts/faults/crash_test.py --kills 30 --faults 50``.
 
 Two ranks train the debug model with an asynchronous checkpoint every second step. Each round starts the run and injects
 one fault, in random order:
@@ -476,7 +476,7 @@ def run_composed(folder: Path, options: argparse.Namespace, disk: DiskFaults) ->
     import crash_test_s3
 
     (folder / "crash_test_settings.py").write_text(crash_test_composed.SETTINGS)
-    environment = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent)])}
+    environment = {"PYTHONPATH": os.pathsep.join([str(folder), str(Path(__file__).parent.parent.parent)])}
     checkpoints, proxy = "checkpoint", None
     if options.storage == "s3":
         server, proxy, settings = crash_test_s3.set_up(folder)

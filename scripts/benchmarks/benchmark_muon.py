@@ -1,6 +1,6 @@
 """Compare Muon with its work divided over ranks to Muon with replicated work, in turns on the same ranks.
 
-    python scripts/benchmark_muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 12] [--turns 5]
+    python scripts/benchmarks/benchmark_muon.py [--ranks 4] [--replicas 1] [--width 512] [--layers 12] [--turns 5]
 
 In the trainer's implementation each matrix has an owner. In the other, every rank gathers every matrix and repeats
 the iteration. Each rank is a process with one thread. The script prints median seconds of the whole optimizer step and

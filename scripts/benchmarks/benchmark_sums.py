@@ -1,6 +1,6 @@
 """Measure the cost of exact gradient sums: the reductions take turns on the same ranks.
 
-    python scripts/benchmark_sums.py [--ranks 2] [--width 1024] [--layers 4] [--tokens 1024] [--microbatches 1 4]
+    python scripts/benchmarks/benchmark_sums.py [--ranks 2] [--width 1024] [--layers 4] [--tokens 1024]
 
 Each rank is a process with one thread. A line has the median seconds of a step and, as medians over the turns, the
 ratios of its time, and of the CPU time of all ranks, to those of fast sums with each microbatch reduced. The

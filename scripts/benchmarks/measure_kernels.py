@@ -1,4 +1,4 @@
-"""Measure on one GPU the rates that the planner assumes: ``python scripts/measure_kernels.py [--output FILE]``.
+"""Measure on one GPU the rates that the planner assumes: ``python scripts/benchmarks/measure_kernels.py``.
 
 Matrix products of the Llama sizes in bfloat16 and float8, attention forward and backward by kernel, head size and
 length, element-wise operations that only move bytes, and the time in which the host issues an operation. The results
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT)]
 
 from torchtrain.plugins.planner.hardware import GPUS  # noqa: E402

@@ -1,4 +1,4 @@
-"""Write the generated pages of the documentation: python scripts/document_config.py
+"""Write the generated pages of the documentation: python scripts/docs/document_config.py
 
 docs/configuration.md is generated from the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md from the
 table in torchtrain/assets/from_torchtitan.toml.
@@ -16,7 +16,7 @@ from torchtrain.config.help import choices, docstrings_of, toml
 from torchtrain.config.parse import FROM_TORCHTITAN
 from torchtrain.config.schema import SourceConfig, SourcesConfig, key_of, section_types, to_dict
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 HEAD = """\
 # Configuration
 
@@ -26,7 +26,7 @@ python -m torchtrain.train --help training
 ```
 
 show all sections, and the options of a section with their documentation. This page lists the options of all sections.
-It is generated from `torchtrain/config/schema.py` by `python scripts/document_config.py`.
+It is generated from `torchtrain/config/schema.py` by `python scripts/docs/document_config.py`.
 
 Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file.
 An option in tokens and the same in steps replace each other: `--training.tokens 20B` that of `steps` in the file.

@@ -1,4 +1,6 @@
-"""Compare the speed of the trainer with other trainers: ``python scripts/benchmark.py [--gpu] [--only GROUP ...]``.
+"""Compare the speed of the trainer with other trainers.
+
+``python scripts/benchmarks/benchmark.py [--gpu] [--only GROUP ...]``
 
 Each entrant is a separate process that initializes, warms up, and then trains for a few steps in each of its turns, so
 that other load on the machine affects all entrants of a group equally. On a GPU, whose memory may be too small for two,
@@ -508,7 +510,7 @@ def main() -> None:
     parser.add_argument("--output", default="benchmark.json", help="file for the results")
     parser.add_argument("--entrant", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+    sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "../.."))
     if arguments.entrant:
         values, steps_per_turn = json.loads(arguments.entrant)
         entrant = Entrant(**{**values, "options": tuple(values["options"])})

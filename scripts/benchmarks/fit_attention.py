@@ -1,6 +1,6 @@
 """Fit the speed of attention kernels to the published benchmarks in published_attention.csv.
 
-    python scripts/fit_attention.py    # the values of plugins/planner/attention.py, and their errors
+    python scripts/benchmarks/fit_attention.py    # the values of plugins/planner/attention.py, and their errors
 
 A row has the TFLOP/s of one kernel at one sequence length; masked pairs are not counted as FLOPs, and backward has 2.5
 times the FLOPs of forward. The figures of FlashAttention-3's paper are the labels of its bars. Two parameters are
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 FOLDER = Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER.parent)]
+sys.path[:0] = [str(FOLDER.parent.parent)]
 
 from torchtrain.plugins.planner.attention import AttentionSpeed, Kernel  # noqa: E402
 

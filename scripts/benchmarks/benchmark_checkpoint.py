@@ -1,4 +1,4 @@
-"""Measure the cost of checkpoints: ``python scripts/benchmark_checkpoint.py``, with torchrun for several ranks.
+"""Measure the cost of checkpoints, with torchrun for several ranks: ``scripts/benchmarks/benchmark_checkpoint.py``.
 
 Measures bare ``torch.save`` of each rank's state, plain DCP, our verified save, and our asynchronous one: first the
 seconds for which training is blocked, then the total cost of a save over the next ten steps.
