@@ -197,7 +197,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def tests(dry_run: bool) -> Part:
-    files = sorted((ROOT / "tests").glob("test_*.py"))
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
     marked.sort(key=lambda name: name.endswith("test_gpu.py"))  # last, because it takes the longest
     options = ["-p", "no:cacheprovider", "-mgpu", "-v", "-rA", "--durations=10", *marked]

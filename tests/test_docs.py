@@ -38,9 +38,9 @@ COMMANDS = [
     "python -m torchtrain.prepare --prepare.output prepared --prepare.verify",
     "python scripts/docs/document_config.py",
 ]
-PLANNED = "takes half a minute; tests/test_estimate.py runs a similar command"
+PLANNED = "takes half a minute; test_estimate.py runs a similar command"
 AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
-FROM_HF = "needs published weights; tests/test_hf_to_hf.py runs it on small ones"
+FROM_HF = "needs published weights; test_hf_to_hf.py runs it on small ones"
 ON_KUBERNETES = "tests/test_kubernetes.py runs it, or does what it does, with a local bucket"
 OWN_MODEL = "tests/test_own_model.py runs it"
 # Commands that are not run, and the reason.
@@ -64,7 +64,7 @@ LISTED = {
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
     "python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml": "needs a config of torchtitan; "
-    "tests/test_convert_config.py runs a similar command",
+    "test_convert_config.py runs a similar command",
     "pip install -e '.[eval]'": "needs a package index; run by .ci/run",
     "pip install -e '.[dev]' -c constraints.txt": "needs a package index; run by .ci/run",
     "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",
@@ -97,25 +97,25 @@ LISTED = {
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
     "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "exits with 1 if bfloat16 drifts too far; "
-    "tests/test_compare.py runs a similar command",
+    "test_compare.py runs a similar command",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
-    "tests/test_compare.py runs a similar command",
-    "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by tests/test_compare.py",
+    "test_compare.py runs a similar command",
+    "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by test_compare.py",
     "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --only context": "takes a minute; run by hand",
     "python scripts/benchmarks/interpret_kernels.py": "minutes; tests/test_lowered_numerics.py",
-    "python scripts/benchmarks/fit_attention.py": "tests/test_estimate.py fits the same",
+    "python scripts/benchmarks/fit_attention.py": "test_estimate.py fits the same",
     "python scripts/benchmarks/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
     "python scripts/benchmarks/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
     "python scripts/benchmarks/lower.py --matrix --match selective-documents": "slow tests of tests/test_lowering.py",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --data.path my_texts.jsonl --job.dump_folder outputs/my_texts": "run with more options",
-    "./run_llama_train.sh --optimizer.name muon --job.dump_folder outputs/muon": "tests/test_muon.py",
+    "./run_llama_train.sh --optimizer.name muon --job.dump_folder outputs/muon": "test_muon.py",
     "./run_llama_train.sh --data.name allenai/c4 --data.subset en --job.dump_folder outputs/c4": "needs the network",
     "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks hellaswag "
-    "--limit 100": "needs the network; tests/test_evaluate.py runs it on a local task",
+    "--limit 100": "needs the network; test_evaluate.py runs it on a local task",
     "CONFIG_FILE=train_configs/continue_hf.toml NGPU=2 ./run_llama_train.sh --model.hf_folder Qwen3-0.6B "
     "--checkpoint.initial_load_path Qwen3-0.6B --data.path my_texts.jsonl --job.dump_folder outputs/qwen3": FROM_HF,
     "python -m torchtrain.convert outputs/qwen3 my_qwen3": FROM_HF,
@@ -125,9 +125,9 @@ LISTED = {
     'python -m torchtrain.generate my_qwen3 --prompt "def main("': FROM_HF,
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
     "python scripts/faults/crash_test.py --kills 12 --faults 50": "tests/test_faults.py has a short version",
-    "python scripts/faults/crash_test.py --storage s3 --kills 50 --faults 50": "tests/test_s3_checkpoints.py",
+    "python scripts/faults/crash_test.py --storage s3 --kills 50 --faults 50": "test_s3_checkpoints.py",
     "python scripts/faults/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",
-    "python scripts/faults/crash_test.py --storage s3 --composed 20": "takes long; tests/test_object_store.py",
+    "python scripts/faults/crash_test.py --storage s3 --composed 20": "takes long; test_object_store.py",
     "python scripts/faults/crash_test.py --kills 30": "takes long; tests/test_faults.py has a short version",
     "python -m torchtrain.convert outputs/my_run my_run_hf --weights ema": AVERAGED,
     'python -m torchtrain.generate outputs/my_run --weights ema --prompt "def "': AVERAGED,
@@ -148,13 +148,13 @@ LISTED = {
     "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2 "
     "--job.dump_folder outputs/eight_ranks": ("needs 8 GPUs; tests/test_parallelism.py has the layouts"),
     "./run_llama_train.sh --data.path s3://my-bucket/prepared --job.dump_folder outputs/s3": "needs a bucket; "
-    "tests/test_object_store_data.py reads such data from a local server",
+    "test_object_store_data.py reads such data from a local server",
     "./run_llama_train.sh --data.path s3://my-bucket/texts --job.data_cache_folder /local/cache "
-    "--job.data_cache_gib 500": "needs a bucket; tests/test_range_cache.py reads by URL with a cache",
+    "--job.data_cache_gib 500": "needs a bucket; test_range_cache.py reads by URL with a cache",
     'sbatch --array 0-63 --cpus-per-task 32 --wrap "python -m torchtrain.prepare --data.path /data/texts '
-    '--prepare.output /data/prepared"': "needs a cluster; tests/test_prepare.py divides the work in the same way",
+    '--prepare.output /data/prepared"': "needs a cluster; test_prepare.py divides the work in the same way",
     "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "
-    "--prepare.output s3://my-bucket/prepared": "needs Ray and a bucket; tests/test_prepare_ray.py runs it locally",
+    "--prepare.output s3://my-bucket/prepared": "needs Ray and a bucket; test_prepare_ray.py runs it locally",
     "pip install 'torchtrain[ray]'": "needs a package index",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
@@ -222,7 +222,8 @@ def test_code_in_the_readme_of_the_tests_is_quoted_from_them() -> None:
     quotes = re.findall(r"From\s+`(test_\w+\.py)`[^`]*(?:`[^`]+`[^`]*)*?:\n\n```python\n(.*?)```", text, re.DOTALL)
     assert len(quotes) == text.count("```python")
     for name, code in quotes:
-        lines = {line.partition("  #")[0].strip() for line in (ROOT / "tests" / name).read_text("utf-8").splitlines()}
+        (path,) = (ROOT / "tests").rglob(name)
+        lines = {line.partition("  #")[0].strip() for line in path.read_text("utf-8").splitlines()}
         for line in code.splitlines():
             assert line.partition("  #")[0].strip() in lines, f"{name} does not contain {line!r}"
 

@@ -10,7 +10,7 @@ import pytest
 from disk_faults import DiskFaults
 from forked_command import run_command
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 pytest.importorskip("matplotlib")
 
 from torchtrain.metrics.history import read_run  # noqa: E402

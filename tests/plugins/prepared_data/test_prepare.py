@@ -36,7 +36,7 @@ from torchtrain.plugins.prepared_data.data_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.plugins.prepared_data.tokenized import Manifest, Shard, TokenizedDataset
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

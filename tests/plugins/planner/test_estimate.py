@@ -45,7 +45,7 @@ from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, 
 from torchtrain.plugins.planner.timing import CostModel, replay
 from torchtrain.trainer import Trainer
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 MIB = 2**20
 SHAPE = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=512)
 DEEPER = replace(SHAPE, n_layers=4)

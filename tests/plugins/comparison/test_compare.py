@@ -42,7 +42,7 @@ from torchtrain.plugins.comparison.fingerprints import (
 from torchtrain.plugins.comparison.runs import open_run, plot_losses
 from torchtrain.stages import resolve_stages
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 # Number of ranks, and changes of the reference config, in which one rank has all eight rows of a step.
 LAYOUTS: dict[str, tuple[int, dict[str, dict[str, Any]]]] = {

@@ -104,7 +104,7 @@ def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     assert first.split()[-2] == shown[-1][1]
     assert all(len(line) <= 80 for line in (common, titles, first))
     assert last.startswith("wrote the first layout as a config for the trainer: ")
-    page = (Path(__file__).parent.parent / "docs" / "quickstart.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "quickstart.md").read_text(encoding="utf-8")
     assert re.search(SEARCHED, page, re.MULTILINE)
     table = re.search(r"^in all of them.*\n(.*)$", page, re.MULTILINE)
     assert table
