@@ -298,25 +298,6 @@ def test_run_id_is_kept_by_restarts_and_in_a_moved_folder(tmp_path: Path) -> Non
     assert {read_manifest(LocalCheckpoint(tmp_path / "elsewhere/checkpoint/step-6")).run} == runs
 
 
-def test_manifest_of_version_0_1_is_read(tmp_path: Path) -> None:
-    """It has hashes of files but not of pieces, so that files are verified before tensors are read."""
-    saved = Run(tmp_path).train(1, 2).tensors()
-    folder = tmp_path / "checkpoint/step-2"
-    files = json.loads((folder / MANIFEST).read_text())["files"]
-    for file in files:
-        del file["pieces"]
-        file["xxh3_128"] = xxhash.xxh3_128_hexdigest((folder / file["name"]).read_bytes())
-    body = json.dumps(files, sort_keys=True).encode()
-    old = {"files": files, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}
-    (folder / MANIFEST).write_text(json.dumps(old, indent=1) + "\n")
-    resumed = Run(tmp_path, seed=1)
-    assert resumed.manager.resume() == 2
-    assert_bitwise_equal(resumed.tensors(), saved)
-    flip_bit(only_file(folder))
-    with pytest.raises(CheckpointError, match=r"none of these is a valid checkpoint; .*__0_0.distcp does not have the"):
-        Run(tmp_path).manager.resume()
-
-
 def test_rollback_loads_only_checkpoints_of_the_current_branch(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 8)
     run = Run(tmp_path, load_step=4, interval=3)

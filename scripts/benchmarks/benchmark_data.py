@@ -172,8 +172,8 @@ def write_random_tokens(folder: Path, shards: int, tokens: int) -> np.ndarray[An
     parts = [rng.integers(0, tokenizer.vocab_size, tokens).astype("<u2") for _ in range(shards)]
     for number, part in enumerate(parts):
         part.tofile(folder / f"shard-{number:05}.tokens")
-    listed = tuple(Shard(f"shard-{number:05}", tokens, 1, 0, 0, "", "") for number in range(shards))
-    manifest = Manifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", listed)
+    listed = tuple(Shard(f"shard-{number:05}", tokens, 1, 0, 0, "", "", 0) for number in range(shards))
+    manifest = Manifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", shards, listed)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest)))
     return np.concatenate(parts)
 

@@ -77,7 +77,7 @@ class FileRecord:
     xxh3_128: str = ""
     """Of the whole file; empty where there are pieces."""
     pieces: Sequence[tuple[int, str]] = ()
-    """Size in bytes and hash of each piece. Older checkpoints have none."""
+    """Size in bytes and hash of each piece of a file with tensors."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.name, str) and self.name.isprintable()):
@@ -103,7 +103,7 @@ class Manifest:
     data: Mapping[str, str] = field(default_factory=dict)
     """The identity of its data and tokenizer by option (``DataLoader.identity``)."""
     loader: Mapping[str, Any] | None = None
-    """The ``LoaderLayout`` of the position in the data; None in older checkpoints."""
+    """The ``LoaderLayout`` of the position in the data."""
     files: Sequence[FileRecord] = ()
 
     def __post_init__(self) -> None:
@@ -122,9 +122,7 @@ def manifest_bytes(manifest: Manifest) -> bytes:
 
 
 def _manifest_text(content: Mapping[str, Any]) -> str:
-    # Older manifests have only "files", and a hash of that list.
-    hashed = content["files"] if content.keys() == {"files"} else content
-    body = json.dumps(hashed, sort_keys=True).encode()
+    body = json.dumps(content, sort_keys=True).encode()
     return json.dumps({**content, "xxh3_128": xxhash.xxh3_128_hexdigest(body)}, indent=1) + "\n"
 
 
@@ -630,7 +628,6 @@ class VerifiedReader(FileSystemReader):
     def __init__(self, checkpoint: StoredCheckpoint) -> None:
         super().__init__(checkpoint.location)
         self.checkpoint = checkpoint
-        self._verified: set[str] = set()
 
     @cached_property
     def _files(self) -> dict[str, FileRecord]:
@@ -638,7 +635,7 @@ class VerifiedReader(FileSystemReader):
 
     @cached_property
     def _hashes(self) -> dict[str, dict[tuple[int, int], str]]:
-        """By file, the hash of each piece by its place, offset and length. Nothing for files of older checkpoints."""
+        """By file, the hash of each piece by its place, offset and length."""
         hashes: dict[str, dict[tuple[int, int], str]] = {}
         for name, record in self._files.items():
             start, hashes[name] = 0, {}
@@ -668,9 +665,6 @@ class VerifiedReader(FileSystemReader):
             pieces.setdefault(info.relative_path, {}).setdefault((info.offset, info.length), []).append(item)
         for name in sorted(pieces):
             verify_sizes(self.checkpoint, [self._files[name]])
-            if not self._hashes[name] and name not in self._verified:
-                verify(self.checkpoint, [self._files[name]])
-                self._verified.add(name)
         if self.checkpoint.parallel_reads == 1:
             for name, items in sorted(pieces.items()):
                 self._read_with_retries(name, items, planner)
@@ -736,7 +730,7 @@ class VerifiedReader(FileSystemReader):
         content = memory[:length]
         _read_into(content, file, offset)
         hashes = self._hashes[name]
-        if hashes and xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
+        if xxhash.xxh3_128_hexdigest(_bytes_of(content)) != hashes.get(place):
             # What has changed on the way from the disk, or in memory, is no damage: read what the disk has.
             with self.checkpoint.reopen(name, offset, length) as again:
                 _read_into(content, again, offset)

@@ -33,7 +33,7 @@ class Kind(Enum):
 # By section, and by option where that is of another kind than its section. What is not here changes the run.
 KINDS = {
     Kind.HARMLESS: {
-        *("job", "prepare", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug"),
+        *("job", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug"),
         # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
         "data.label",

@@ -220,10 +220,10 @@ class LoaderState(Stateful):
         self._expected: tuple[LoaderLayout, list[bool]] | None = None
 
     def expect(self, manifest: Manifest) -> None:
-        """Prepare to load the state in the checkpoint with this ``manifest``."""
+        """Prepare to load the state in the checkpoint with this ``manifest``; DamagedError if it has none."""
         self._expected = None
-        if manifest.loader is None:  # an older checkpoint: the layout must be the same
-            return
+        if manifest.loader is None:
+            raise DamagedError(f"the checkpoint of step {manifest.step} has no position in the data")
         sizes = tuple(manifest.loader["state_sizes"])
         saved = LoaderLayout(manifest.loader["global_batch_size"], manifest.loader["seq_len"], sizes)
         continued = [
@@ -243,6 +243,8 @@ class LoaderState(Stateful):
             columns = 1 + len(layout.state_sizes) + sum(layout.state_sizes)
             return {"rows": torch.empty(layout.global_batch_size, columns, dtype=torch.int64)}
         rows = self.loader.state_dict()["rows"]
+        if self.mesh.batch.device_type == "cuda":  # from_local would copy them, and wait for it
+            rows = rows.pin_memory().to("cuda", non_blocking=True)
         return {"rows": DTensor.from_local(rows, self.mesh.batch, [Shard(0)], run_check=False)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -186,8 +186,8 @@ def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
 
 
 def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
-    assert Manifest("", 1 << 16, "", "").dtype == np.dtype("<u2")
-    assert Manifest("", (1 << 16) + 1, "", "").dtype == np.dtype("<u4")
+    assert Manifest("", 1 << 16, "", "", 0).dtype == np.dtype("<u2")
+    assert Manifest("", (1 << 16) + 1, "", "", 0).dtype == np.dtype("<u4")
 
 
 @pytest.fixture
@@ -550,9 +550,9 @@ def test_loading_a_state_at_window_ten_million_reads_nothing_before_it(tmp_path:
     tokens = windows * seq_len + 1
     with open(tmp_path / "shard-00000.tokens", "wb") as file:
         file.truncate(tokens * 2)  # 10 GB of zeros that take no space on disk
-    shard = Shard("shard-00000", tokens, 1, 0, 0, "", "")
+    shard = Shard("shard-00000", tokens, 1, 0, 0, "", "", 0)
     (tmp_path / "manifest.json").write_text(
-        json.dumps(asdict(Manifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", (shard,))))
+        json.dumps(asdict(Manifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", 1, (shard,))))
     )
     config = DataConfig(path=str(tmp_path), prefetch=0)
     loader = make_loader(config, seq_len=seq_len)
@@ -627,7 +627,7 @@ def test_failed_reads_are_retried_for_minutes_then_raise_a_storage_error(
 
 def test_four_byte_tokens_are_read_at_any_offset(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.tokens").write_bytes(np.arange(70_000, 70_100, dtype="<u4").tobytes())
-    manifest = Manifest("hash", 128_256, "", "", (Shard("shard-00000", 100, 1, 0, 0, "", ""),))
+    manifest = Manifest("hash", 128_256, "", "", 1, (Shard("shard-00000", 100, 1, 0, 0, "", "", 0),))
     (tmp_path / "manifest.json").write_text(json.dumps(asdict(manifest)))
     opened, out = TokenizedDataset(open_folder(str(tmp_path)), "hash", 0, ""), np.empty(20, dtype=np.int64)
     for start in (0, 1, 63, 80):
@@ -678,21 +678,3 @@ def test_number_of_shards_depends_on_the_size_of_the_text(tmp_path: Path, monkey
         assert len(list(folder.glob("shard-*"))) == 2 * shards
     for documents, gib, shards in ((10**6, 1, 976), (10**7, 10, 4096), (1000, 1, 64), (10, 1, 10)):
         assert len(input_splits.split_documents(documents, gib << 30)) == shards
-
-
-def test_unfinished_work_with_other_shards_starts_from_the_beginning(tmp_path: Path) -> None:
-    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
-    folder = tmp_path / "out"
-    prepare(source, "data", "", folder, processes=1)
-    whole = contents(folder)
-    plan = json.loads(whole["manifest.json"])
-    (folder / "manifest.json").unlink()
-    del plan["shard_count"]  # as in files of an earlier version
-    (folder / "unfinished.json").write_text(json.dumps({**plan, "shards": []}))
-    for name in ("shard-00003", "shard-00099"):
-        shard = {**plan["shards"][7], "name": name}
-        (folder / f"{name}.json").write_text(json.dumps(shard))
-        for suffix in ("tokens", "documents"):
-            (folder / f"{name}.{suffix}").write_bytes(whole[f"shard-00007.{suffix}"])
-    prepare(source, "data", "", folder, processes=1)
-    assert contents(folder) == whole

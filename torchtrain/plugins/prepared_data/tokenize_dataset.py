@@ -220,8 +220,7 @@ def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
     if MANIFEST in sizes:
         _require_same(plan, Manifest.read(output, output.location), output)
         return True
-    content = _as_json(plan)
-    if UNFINISHED not in sizes and output.create(UNFINISHED, content):
+    if UNFINISHED not in sizes and output.create(UNFINISHED, _as_json(plan)):
         return False
     try:
         found = Manifest.read(output, output.location, UNFINISHED)
@@ -230,15 +229,6 @@ def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
             return True
         raise
     _require_same(plan, found, output)
-    if found.shard_count != plan.shard_count:
-        if not alone:
-            raise DataError(
-                f"{output.location} was begun by another version, which divides the data into other shards: remove it, "
-                "or name another folder"
-            )
-        output.remove(name for name in sizes if name.startswith("shard-"))
-        output.remove([UNFINISHED])
-        output.create(UNFINISHED, content)
     if alone:
         output.remove(name for name in sizes if name.endswith(".partial"))  # left by a killed process
     return False

@@ -55,8 +55,8 @@ class Shard:
     """Number of documents that are not text, which were skipped."""
     tokens_hash: str
     documents_hash: str
-    token_bytes: int | None = None
-    """Bytes that its tokens stand for, by the tokenizer's ``token_bytes``; None in data of an earlier version."""
+    token_bytes: int
+    """Bytes that its tokens stand for, by the tokenizer's ``token_bytes``."""
     malformed: int = 0
     """Number of malformed lines of the input, which were skipped."""
     first_malformed: str = ""
@@ -80,10 +80,10 @@ class Manifest:
     """Name of the source."""
     source_fingerprint: str
     """Identity of the source."""
+    shard_count: int
+    """Number of shards, also before they are written."""
     shards: tuple[Shard, ...] = ()
     format: Literal[1] = _FORMAT
-    shard_count: int = 0
-    """Number of shards, also before they are written; 0 in data of an earlier version."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -157,9 +157,8 @@ class TokenizedDataset(DataSource):
                 found = "is missing" if size is None else f"has {size} bytes, not {expected}"
                 raise DataError(f"{label}: {name} {found}; prepare the data again into an empty folder")
         self._ends = np.cumsum([shard.tokens for shard in manifest.shards], dtype=np.int64)
-        counted = [shard.token_bytes for shard in manifest.shards if shard.token_bytes is not None]
-        is_known = len(counted) == len(manifest.shards) and sum(counted) > 0
-        self.byte_scale = sum(shard.bytes for shard in manifest.shards) / sum(counted) if is_known else 1.0
+        counted = sum(shard.token_bytes for shard in manifest.shards)
+        self.byte_scale = sum(shard.bytes for shard in manifest.shards) / counted if counted > 0 else 1.0
         """Bytes of all texts, divided by the sum of the tokenizer's ``token_bytes`` of all tokens."""
         if not folder.reads_ahead and len(self) * manifest.dtype.itemsize <= verify_bytes:
             verify(folder, label)
