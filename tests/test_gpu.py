@@ -23,10 +23,10 @@ from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.compile import apply_compile
-from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.plugins.comparison.runs import RunFolder, compare_runs, open_run, relative
 from torchtrain.plugins.exact_sums.exact_sums import ExactSums
+from torchtrain.plugins.float8.conversion import Float8
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import estimate
 from torchtrain.train import main
@@ -214,13 +214,13 @@ def test_exact_sums_are_the_same_bits_in_any_order_and_on_a_cpu(device: str, dty
 
 def block_in_float8(device: str, recipe: Any, compiled: bool, tensor_parallel: bool) -> list[torch.Tensor]:
     """Output of a block, then the gradients of its input and its parameters."""
-    config = Float8Config(recipe=recipe)
+    float8 = Float8(Float8Config(recipe=recipe), emulate=device == "cpu")
     with torch.device("meta"):
         model = Transformer(TransformerConfig(256, 1, 4, 2, 512, 64, max_seq_len=128, qkv_bias=True)).bfloat16()
-    apply_float8(model, config, shards=1, emulate=device == "cpu")
+    float8.convert(model, shards=1)
     if tensor_parallel:
         mesh = init_device_mesh(device, (1,), mesh_dim_names=("tensor",))
-        apply_tensor_parallel(model, mesh, sequence_parallel=True, styles=tensor_parallel_styles(config))
+        apply_tensor_parallel(model, mesh, sequence_parallel=True, styles=float8.styles())
     model.to_empty(device=device)
     initialize([model], 0, torch.device(device))
     block = model.layers["0"]

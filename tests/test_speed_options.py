@@ -52,8 +52,8 @@ from torchtrain.parallelisms.attention_backend import (
     choose_attention_backend,
 )
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
-from torchtrain.parallelisms.float8 import apply_float8
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.float8.conversion import Float8
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -447,7 +447,7 @@ def test_float8_scaling_granularity_is_that_of_the_recipe(recipe: Any, granulari
     pytest.importorskip("torchao")
     with torch.device("meta"):
         model = Transformer(TINY)
-    apply_float8(model, Float8Config(recipe=recipe), shards=1, emulate=True)
+    Float8(Float8Config(recipe=recipe), emulate=True).convert(model, shards=1)
     linear: Any = model.layers["0"].get_submodule("attention.wq")
     assert linear.config.cast_config_weight.scaling_granularity.name == granularity
 

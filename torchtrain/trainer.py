@@ -82,7 +82,7 @@ from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import check_attention_backend, choose_attention_backend
-from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.resolve import resolve_layout
@@ -144,6 +144,7 @@ class Trainer:
         # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
         build_model = build_cpu_model if device.type == "cpu" else build_parallel_model
         self.model = build_model(self.model_config, mesh, device, config)
+        self.linear_conversion = linear_conversion(config)
         config_toml = to_toml(config)
         resume_point = find_resume_point(
             config.checkpoint,
@@ -248,10 +249,10 @@ class Trainer:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
         config, model = self.config, self.model
         model_state = ModelState(model.model_parts, self.model_config.tied_embeddings)
-        self.optimizer.after_step = self.compute_scales
-        model_state.after_load = self.compute_scales
+        self.optimizer.after_step = self.weights_changed
+        model_state.after_load = self.weights_changed
         if self.ema is not None:
-            self.ema.after_swap = self.compute_scales
+            self.ema.after_swap = self.weights_changed
         states: dict[str, Stateful | None] = {
             "model": model_state,
             "optimizer": self.optimizer,
@@ -262,11 +263,10 @@ class Trainer:
         }
         return {name: state for name, state in states.items() if state is not None}
 
-    def compute_scales(self) -> None:
-        """Compute the scales of weights that FSDP gathers in float8; called whenever the weights have changed."""
-        float8 = self.config.float8
-        if float8.recipe != "none" and gathers_float8(float8, self.parallel_dims.fsdp):
-            compute_scales(self.model.model_parts)
+    def weights_changed(self) -> None:
+        """Called whenever the weights have changed: for converted linear layers, such as those in float8."""
+        if self.linear_conversion is not None:
+            self.linear_conversion.after_change(self.model.model_parts, self.parallel_dims.fsdp)
 
     def init_or_load_weights(self, resume_step: int | None) -> None:
         """Initialize the model, or load its weights from ``checkpoint.initial_load_path``.
@@ -277,7 +277,7 @@ class Trainer:
         initial = config.checkpoint.initial_load_path
         if resume_step is None and not initial:
             initialize(model_parts, config.training.seed, self.device)
-            self.compute_scales()
+            self.weights_changed()
             return
         initialize_buffers(model_parts, self.device)
         if resume_step is not None:
@@ -291,7 +291,7 @@ class Trainer:
         saved = broadcast_from_rank0(lambda: saved_config(folder))
         check_initial_weights(saved, config, self.model_config, folder)
         load_weights(model_parts, folder, self.model_config)
-        self.compute_scales()
+        self.weights_changed()
         logger.info("starts from the weights in %s", initial)
 
     def train(self) -> int:

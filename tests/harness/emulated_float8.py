@@ -8,9 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from torchtrain.parallelisms import parallelize_llama as joining
-from torchtrain.parallelisms import validate
-from torchtrain.parallelisms.float8 import apply_float8
+from torchtrain.plugins.float8 import conversion
 
 c10d = torch.ops._c10d_functional
 
@@ -31,7 +29,7 @@ def emulated_float8() -> Iterator[None]:
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(validate, "_check_float8"))
-        stack.enter_context(patch.object(joining, "apply_float8", partial(apply_float8, emulate=True)))
+        stack.enter_context(patch.object(conversion.Float8, "check"))
+        stack.enter_context(patch.object(conversion, "Float8", partial(conversion.Float8, emulate=True)))
         stack.enter_context(patch.dict(FLOAT8_OPS_TABLE, {c10d.all_gather_into_tensor.default: gather_bytes}))
         yield

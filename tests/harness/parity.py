@@ -27,7 +27,7 @@ from torchtrain.models.parameters import full_name
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.parallelisms.resolve import resolve_layout
@@ -109,8 +109,8 @@ def train(
     first = full_weights(model.model_parts)
     optimizer = build_optimizer(model.model_parts, config.optimizer, model.mesh, shape)
     use_cpu_kernels(optimizer)
-    if gathers_float8(config.float8, model.mesh.degrees.fsdp):
-        optimizer.after_step = partial(compute_scales, model.model_parts)
+    if (conversion := linear_conversion(config)) is not None:
+        optimizer.after_step = partial(conversion.after_change, model.model_parts, model.mesh.degrees.fsdp)
         optimizer.after_step()
     averages = EMA(model.model_parts, config.ema) if config.ema.enable else None
     train_step = TrainStep(

@@ -197,6 +197,11 @@ EXPORTERS = Registry("the name of an exporter")
 """Functions that get the config, and return a ``checkpoint.other_formats.Exporter``, or None if it asks for none."""
 
 
+LINEAR_CONVERSIONS = Registry("the name of a conversion of linear layers")
+"""Functions that get the config, and return a ``parallelisms.linear_conversion.LinearConversion``, or None if it does
+not ask for one."""
+
+
 CONFIG_SECTIONS = Registry(
     "the name of a section",
     of_plugins={"estimate": "torchtrain.plugins.planner", "prepare": "torchtrain.plugins.prepared_data"},
@@ -222,6 +227,7 @@ PLUGIN_OPTIONS = {
     "job.data_cache_folder": "torchtrain.plugins.remote_data",
     "model.hf_folder": "torchtrain.plugins.huggingface",
     "checkpoint.last_save_in_hf": "torchtrain.plugins.huggingface",
+    "float8.recipe": "torchtrain.plugins.float8",
 }
 """Options that have no effect without a plugin of this repository."""
 
@@ -253,5 +259,6 @@ def check_plugin_options(config: Any) -> None:
     for option, plugin in PLUGIN_OPTIONS.items():
         section, name = option.split(".")
         value = getattr(getattr(config, section), name)
-        if value and not (PLUGINS / plugin.rpartition(".")[2] / "__init__.py").is_file():
+        is_set = value != getattr(type(getattr(config, section))(), name)
+        if is_set and not (PLUGINS / plugin.rpartition(".")[2] / "__init__.py").is_file():
             raise ConfigError(f"{option} = {value!r} needs the plugin {plugin}, which is not installed")

@@ -13,9 +13,9 @@ from torchtrain.models.spec import Decoder
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
-from torchtrain.parallelisms.float8 import apply_float8, tensor_parallel_styles
 from torchtrain.parallelisms.fsdp import apply_fsdp
-from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
+from torchtrain.parallelisms.linear_conversion import linear_conversion
+from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, apply_tensor_parallel
 
 
 def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: GradientReducer | None = None) -> None:
@@ -27,14 +27,15 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
     if reducer is None:
         reducer = build_gradient_reducer(config, mesh)
     parallelism = config.parallelism
-    if config.float8.recipe != "none":
-        apply_float8(model, config.float8, shards=mesh.degrees.fsdp)
+    conversion = linear_conversion(config)
+    if conversion is not None:
+        conversion.convert(model, mesh.degrees.fsdp)
     if mesh.degrees.tensor > 1:
         apply_tensor_parallel(
             model,
             mesh.tensor,
             sequence_parallel=parallelism.enable_sequence_parallel,
-            styles=tensor_parallel_styles(config.float8),
+            styles=PLAIN_STYLES if conversion is None else conversion.styles(),
         )
     if mesh.degrees.context > 1:
         apply_context_parallel(model, mesh.context)

@@ -1,6 +1,5 @@
 """Validate the config against the device and the parallel layout, before process-group initialization."""
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import astuple
@@ -12,12 +11,9 @@ from torchtrain.datasets.builtin_sources import is_streamed
 from torchtrain.datasets.order import number_of_readers
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
-from torchtrain.models.parameters import module_in_block
-from torchtrain.models.spec import DecoderConfig, count_parameters, matrix_shapes, spec_of
-from torchtrain.parallelisms.float8 import gathers_float8
+from torchtrain.models.spec import DecoderConfig, count_parameters
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.resolve import nearest_multiples
-
-FLOAT8_MULTIPLE = 16  # float8 kernels require the sizes of weights and activations to be multiples of it
 
 
 def check_layout(
@@ -47,13 +43,13 @@ def check_layout(
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
     check_streams(config, degrees)
-    uses_fa3, uses_float8 = config.training.attention_backend == "fa3", config.float8.recipe != "none"
-    if (uses_fa3 or uses_float8) and capability is None and device.type == "cuda":
+    uses_fa3, conversion = config.training.attention_backend == "fa3", linear_conversion(config)
+    if (uses_fa3 or conversion is not None) and capability is None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
     if uses_fa3:
         _check_fa3(config, capability, model)
-    if uses_float8:
-        _check_float8(config, capability, degrees, model, tokens)
+    if conversion is not None:
+        conversion.check(config, degrees, model, tokens, capability)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
 
@@ -211,57 +207,3 @@ def _check_fa3(config: JobConfig, capability: tuple[int, int] | None, model: Dec
             f"{given} has no deterministic backward for heads of more than 192 channels, and this model's have {size}; "
             "set 'flash', or training.deterministic = false"
         )
-
-
-def _check_float8(
-    config: JobConfig,
-    capability: tuple[int, int] | None,
-    degrees: ParallelDims,
-    model: DecoderConfig,
-    tokens: int,
-) -> None:
-    """Check the requirements of float8.
-
-    ``capability``: the compute capability of the GPU; None on CPUs. ``tokens``: the tokens of one forward on a rank.
-    """
-    given = f"float8.recipe = {config.float8.recipe!r}"
-    if capability is None or capability < (8, 9):
-        found = "this is a CPU" if capability is None else "this one has {}.{}".format(*capability)
-        raise ConfigError(
-            f"{given} needs a GPU of compute capability 8.9 or higher (Ada, Hopper), and {found}; set 'none'"
-        )
-    if not importlib.util.find_spec("torchao"):
-        raise ConfigError(f"{given} needs the package torchao: pip install 'torchtrain[float8]'")
-    if tokens % FLOAT8_MULTIPLE:
-        raise ConfigError(
-            f"{given} needs a multiple of {FLOAT8_MULTIPLE} tokens at once, and a rank has {tokens}, those of a "
-            "microbatch; change training.seq_len or training.local_batch_size, or set 'none'"
-        )
-    gathers = gathers_float8(config.float8, degrees.fsdp)
-    alternative = "or set float8.enable_fsdp_float8_all_gather = false"
-    if gathers and config.training.enable_cpu_offload:
-        raise ConfigError(
-            f"{given} reduces the scales of the gathered weights over ranks: with training.enable_cpu_offload = true "
-            f"in CPU memory, which NCCL does not support; switch that off, {alternative}"
-        )
-    styles = spec_of(model).linear_layers
-    on_ranks = f" on each of {degrees.tensor} tensor-parallel ranks" if degrees.tensor > 1 else ""
-    for parameter, (rows, columns) in matrix_shapes(model).items():
-        name = module_in_block(parameter)
-        if not name:  # the output layer is not converted
-            continue
-        if styles.get(name) == "colwise":
-            rows //= degrees.tensor
-        elif styles.get(name) == "rowwise":
-            columns //= degrees.tensor
-        if rows % FLOAT8_MULTIPLE or columns % FLOAT8_MULTIPLE:
-            lower = ", or lower parallelism.tensor_parallel_degree" if degrees.tensor > 1 else ""
-            raise ConfigError(
-                f"{given} needs weights whose dimensions are multiples of {FLOAT8_MULTIPLE}, and {name} is {rows} x "
-                f"{columns}{on_ranks}; set 'none', or change [model.shape]{lower}"
-            )
-        if gathers and rows % degrees.fsdp:
-            raise ConfigError(
-                f"{given} gathers float8 weights from {degrees.fsdp} shards, which must divide the rows of each "
-                f"matrix, and {name} has {rows}{on_ranks}; change the degrees in [parallelism], {alternative}"
-            )

@@ -29,7 +29,7 @@ from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms import microbatches
-from torchtrain.parallelisms.float8 import compute_scales, gathers_float8
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.plugins.planner.compiled import simulated_inductor
@@ -235,9 +235,9 @@ def simulate_steps(
     optimizer = build_optimizer(model.model_parts, config.optimizer, mesh)
     if not gpu:
         use_cpu_kernels(optimizer)
-    if gathers_float8(config.float8, mesh.degrees.fsdp):
-        compute_scales(model.model_parts)
-        optimizer.after_step = partial(compute_scales, model.model_parts)
+    if (conversion := linear_conversion(config)) is not None:
+        optimizer.after_step = partial(conversion.after_change, model.model_parts, mesh.degrees.fsdp)
+        optimizer.after_step()
     # An offloaded EMA only uses memory and time of the host.
     ema = EMA(model.model_parts, config.ema) if config.ema.enable and not config.ema.offload else None
     # A real StopRequest would install signal handlers in this process.

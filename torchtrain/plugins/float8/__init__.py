@@ -1,0 +1,19 @@
+"""Plugin: linear layers in float8 on GPUs (docs/performance.md)."""
+
+from typing import TYPE_CHECKING
+
+from torchtrain.config.registry import LINEAR_CONVERSIONS
+from torchtrain.config.schema import JobConfig
+
+if TYPE_CHECKING:  # imports PyTorch
+    from torchtrain.parallelisms.linear_conversion import LinearConversion
+
+
+@LINEAR_CONVERSIONS.register("float8")
+def float8(config: JobConfig) -> "LinearConversion | None":
+    """The conversion to float8, if ``float8.recipe`` names one."""
+    if config.float8.recipe == "none":
+        return None
+    from torchtrain.plugins.float8.conversion import Float8
+
+    return Float8(config.float8)
