@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import tomli
+import torch
 from draw_architecture import FILES, ROOT, imports_of
 from forked_run import CONFIG, saved_tensors
 from forkserver import free_port
@@ -163,10 +164,17 @@ import torch
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config import registry
 from torchtrain.config.schema import Count, Section, section_of
+from torchtrain.checkpoint.other_formats import Exporter, WeightFormat
 from torchtrain.datasets.builtin_sources import Files
+from torchtrain.datasets.data_source import FolderFormat
+from torchtrain.datasets.local_files import open_files
+from torchtrain.distributed.gradient_reducer import GradientReducer
+from torchtrain.distributed.mesh import local
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.metrics.writers import MetricsWriter
+from torchtrain.models.llama.specs import LLAMA3
 from torchtrain.optimizers.base import ShardedOptimizer
+from torchtrain.parallelisms.linear_conversion import LinearConversion
 
 @registry.CONFIG_SECTIONS.register("example")
 @dataclass(frozen=True)
@@ -174,6 +182,8 @@ class ExampleConfig(Section, name="example"):
     '''Options of the example.'''
     answer: Count = 1
     '''The answer.'''
+
+registry.MODELS.add("example_llama", LLAMA3)
 
 @registry.OPTIMIZERS.register("sign")
 class Sign(ShardedOptimizer):
@@ -228,6 +238,57 @@ class Answer:
     def build(config, tokenizer, model, group):
         answer = float(section_of(config, ExampleConfig).answer)
         return lambda step, prefix, watched: {f"{prefix}_answer": answer}
+
+@registry.GRADIENT_REDUCERS.register("as_fsdp")
+class AsFSDP(GradientReducer):
+    def begin(self, rows):
+        Path("reduced.txt").write_text(str(rows))
+
+@registry.FOLDER_FORMATS.register("boxed")
+class Boxed(FolderFormat):
+    markers = ("box.txt",)
+    @classmethod
+    def recognizes(cls, config, context):
+        return Path(config.paths[0], "box.txt").exists()
+    @classmethod
+    def open(cls, config, context, answer):
+        return open_files([str(Path(config.paths[0], "box.txt"))], "text", context.section)
+
+class Counting(LinearConversion):
+    changes = 0
+    def check(self, config, degrees, model, tokens, capability):
+        pass
+    def convert(self, model, shards):
+        self.changes = 0
+    def after_change(self, model_parts, shards):
+        self.changes += 1
+        Path("changes.txt").write_text(str(self.changes))
+
+@registry.LINEAR_CONVERSIONS.register("counting")
+def counting(config):
+    return Counting() if section_of(config, ExampleConfig).answer == 42 else None
+
+class Plain(Exporter, WeightFormat):
+    def check(self, config, model):
+        pass
+    def is_missing(self, config, step, group):
+        return True
+    def export(self, config, step, checkpoint, model):
+        weights = {name: local(tensor).clone() for name, tensor in checkpoint.states["model"].state_dict().items()}
+        torch.save((model, weights), Path(config.job.dump_folder, "weights.pt"))
+    def recognizes(self, path):
+        return (path / "weights.pt").exists()
+    def read_config(self, folder):
+        return torch.load(folder / "weights.pt", weights_only=False)[0]
+    def load(self, tensors, folder, model):
+        for name, tensor in torch.load(folder / "weights.pt", weights_only=False)[1].items():
+            local(tensors[name]).copy_(tensor)
+
+registry.WEIGHT_FORMATS.add("plain", Plain())
+
+@registry.EXPORTERS.register("plain")
+def plain(config):
+    return Plain()
 """
 
 
@@ -252,13 +313,16 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
     subprocess.run([*pip, str(make_wheel(tmp_path))], check=True)
     text.write_text("Some text to validate with. " * 40, encoding="utf-8")
+    (tmp_path / "boxed").mkdir()
+    shutil.copy(text, tmp_path / "boxed/box.txt")
     config = tmp_path / "config.toml"
     text_of_config = CONFIG.replace('decay_type = "constant"', 'decay_type = "halves"')
     config.write_text(f"{text_of_config}[example]\nanswer = 41\n", encoding="utf-8")
     options = ["--example.answer=42", f"--job.config_file={config}", f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
     options += ["--optimizer.name=sign", f"--checkpoint.folder=mine://{tmp_path / 'saved'}", "--metrics.writers=lines"]
     options += [f"--data.path={text}", "--data.type=same_files"]
-    options += ["--validation.enable", f"--validation.path={text}", "--validation.interval=4"]
+    options += ["--validation.enable", f"--validation.path={tmp_path / 'boxed'}", "--validation.interval=4"]
+    options += ["--training.sums=as_fsdp", "--model.name=example_llama", "--model.flavor=debugmodel"]
     command = [sys.executable, "-m", "torchtrain.train", *options]
     environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
@@ -271,12 +335,20 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-2", "step-4"]
     assert tomli.loads((tmp_path / "run" / "config.toml").read_text())["example"] == {"answer": 42}
 
+    assert (tmp_path / "reduced.txt").read_text() == "4"
+    assert int((tmp_path / "changes.txt").read_text()) >= 4
+
     def run(*changed: str) -> str:
         again = subprocess.run([*command, *changed], cwd=tmp_path, env=environment, text=True, capture_output=True)
         return again.stdout + again.stderr
 
     assert "  --example.answer INTEGER  (default: 1; config file: 41)\n      The answer." in run("--help", "example")
     assert "example.answer = -1 must be at least 1" in run("--example.answer=-1")
+    # Weights in a format of the plugin: the export of a run, and the start of another, which does not change them.
+    second = [f"--job.dump_folder={tmp_path / 'second'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_second'}"]
+    assert "done: step 4" in run(*second, f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--optimizer.lr=1e-30")
+    exported = [torch.load(tmp_path / name / "weights.pt", weights_only=False)[1] for name in ("run", "second")]
+    assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
     # Options of a plugin change the run, unless its section says otherwise.
     assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
     environment["PYTHONPATH"] = str(ROOT)
