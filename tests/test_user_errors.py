@@ -343,8 +343,8 @@ def exit_at_first_process() -> None:
 @pytest.mark.parametrize(
     ("script", "options", "code"),
     [
-        ("benchmark_checkpoint", "--width 8 --layers 1 --rounds 2 --loops 1", 0),
-        ("crash_test", "--kills 0", 3),
+        ("benchmarks/benchmark_checkpoint", "--width 8 --layers 1 --rounds 2 --loops 1", 0),
+        ("faults/crash_test", "--kills 0", 3),
     ],
 )
 def test_scripts_keep_the_files_in_their_folder(tmp_path: Path, script: str, options: str, code: int) -> None:

@@ -164,6 +164,11 @@ class Trainer:
         warn_of_zero_rate(self.schedule, config.training.steps)
         self.ema = EMA(self.model.model_parts, config.ema) if config.ema.enable else None
         self.spikes = SpikeDetector(config.faults, device)
+        self.model_state = ModelState(self.model.model_parts, self.model_config.tied_embeddings)
+        # All that changes the weights.
+        self.optimizer.after_step = self.model_state.after_load = self.weights_changed
+        if self.ema is not None:
+            self.ema.after_swap = self.weights_changed
 
         # Checkpoints: all state that the next step depends on.
         self.checkpointer = CheckpointManager(
@@ -179,25 +184,7 @@ class Trainer:
         )
 
         # The training step and what accompanies it: metrics, the watchdog, the non-finite guard, validation, profiling.
-        tokens_per_step = config.training.global_batch_size * config.training.seq_len
-        self.metrics = MetricsRecorder(
-            config.metrics,
-            folder,
-            device=device,
-            loss_group=mesh.loss.get_group(),
-            tokens_per_step=tokens_per_step,
-            tokens_after=partial(tokens_after, config),
-            stage=config.job.stage,
-            flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
-            peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
-            start_step=self.start_step,
-            last_step=config.training.steps,
-            config_toml=config_toml,
-            run=self.checkpointer.lease.run,
-            generation=self.checkpointer.lease.generation,
-            options=hash_of_changes(config_toml),
-            description=self.description.record,
-        )
+        self.metrics = self.build_metrics(config_toml)
         self.watchdog = Watchdog(
             folder / "hangs",
             rank(),
@@ -214,8 +201,9 @@ class Trainer:
             self.checkpointer.clock,
             needs_result=lambda step: step == config.training.steps or self.checkpointer.is_due(step),
         )
-        document_start_id = document_start(config, self.tokenizer)
-        microbatches = Microbatches(mesh, device, config.training.local_batch_size, document_start_id)
+        microbatches = Microbatches(
+            mesh, device, config.training.local_batch_size, document_start(config, self.tokenizer)
+        )
         self.train_step = TrainStep(
             self.model,
             microbatches,
@@ -226,39 +214,60 @@ class Trainer:
             before_update=self.checkpointer.before_update,
             ema=self.ema,
         )
-        self.validator: Validator | None = None
-        if config.validation.enable:
-            self.validator = Validator(
-                config.validation,
-                self.validation_loaders,
-                self.model,
-                microbatches,
-                self.metrics.record_validation,
-                averaged=self.averaged_weights,
-                must_stop=partial(self.stop.agree, self.gloo_group),
-                watch=self.watchdog.watch,
-                parts=build_validation_parts(config, self.tokenizer, self.model, self.gloo_group),
-            )
+        self.validator = self.build_validator(microbatches)
         self.profiler = Profiler(
             config.profiling, folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
         )
         built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
         self.train_step.hooks.all += [hook for hook in built if hook is not None]
 
+    def build_metrics(self, config_toml: str) -> MetricsRecorder:
+        """The recorder of metrics, which is opened when training begins."""
+        config, device = self.config, self.device
+        return MetricsRecorder(
+            config.metrics,
+            Path(config.job.dump_folder),
+            device=device,
+            loss_group=self.mesh.loss.get_group(),
+            tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+            tokens_after=partial(tokens_after, config),
+            stage=config.job.stage,
+            flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
+            peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
+            start_step=self.start_step,
+            last_step=config.training.steps,
+            config_toml=config_toml,
+            run=self.checkpointer.lease.run,
+            generation=self.checkpointer.lease.generation,
+            options=hash_of_changes(config_toml),
+            description=self.description.record,
+        )
+
+    def build_validator(self, microbatches: Microbatches) -> Validator | None:
+        """The validator, with what plugins compute at each validation; None without ``validation.enable``."""
+        config = self.config
+        if not config.validation.enable:
+            return None
+        return Validator(
+            config.validation,
+            self.validation_loaders,
+            self.model,
+            microbatches,
+            self.metrics.record_validation,
+            averaged=self.averaged_weights,
+            must_stop=partial(self.stop.agree, self.gloo_group),
+            watch=self.watchdog.watch,
+            parts=build_validation_parts(config, self.tokenizer, self.model, self.gloo_group),
+        )
+
     def states(self) -> dict[str, Stateful]:
         """The state that a checkpoint contains, as ``Stateful`` objects by name."""
-        config, model = self.config, self.model
-        model_state = ModelState(model.model_parts, self.model_config.tied_embeddings)
-        self.optimizer.after_step = self.weights_changed
-        model_state.after_load = self.weights_changed
-        if self.ema is not None:
-            self.ema.after_swap = self.weights_changed
         states: dict[str, Stateful | None] = {
-            "model": model_state,
+            "model": self.model_state,
             "optimizer": self.optimizer,
             "ema": self.ema,
-            "sums": model.reducer.state,
-            "spikes": self.spikes if config.faults.spike_threshold > 0 else None,
+            "sums": self.model.reducer.state,
+            "spikes": self.spikes if self.config.faults.spike_threshold > 0 else None,
             "loader": LoaderState(self.dataloader, self.mesh),
         }
         return {name: state for name, state in states.items() if state is not None}
@@ -325,7 +334,7 @@ class Trainer:
                 self.checkpointer,
             ):
                 if missed_validation:
-                    self.validate(last=self.step == steps)
+                    self.run_validation(last=self.step == steps)
                 self.run_steps()
                 self.train_step.hooks.after_last_step()
         finally:
@@ -389,7 +398,7 @@ class Trainer:
                 continue
             self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step))
             self.save(last=self.step == steps)
-            self.validate(last=self.step == steps)
+            self.run_validation(last=self.step == steps)
             if self.step == self.start_step + 1:
                 self.shorten_timeouts()
             self.profiler.step(self.step)
@@ -410,7 +419,7 @@ class Trainer:
             self.save(last=True, required=not self.stop.agreed)
             self.metrics.record_last()
         if not self.stop.agreed and self.misses_validation():
-            self.validate(last=True)
+            self.run_validation(last=True)
 
     def save(self, last: bool, *, required: bool = True) -> None:
         """Save a checkpoint if one is due; see ``CheckpointManager.maybe_save``."""
@@ -418,7 +427,7 @@ class Trainer:
             with self.watchdog.watch(f"save of step {self.step}"):
                 self.checkpointer.maybe_save(self.step, last, required)
 
-    def validate(self, last: bool) -> None:
+    def run_validation(self, last: bool) -> None:
         """Run validation if it is due; its time does not count as training time in the metrics."""
         if self.validator is not None:
             with self.metrics.uncounted():
