@@ -18,7 +18,7 @@ from forked_run import CONFIG, ForkedRun, finish, same_tensors, saved_tensors, s
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 

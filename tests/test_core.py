@@ -19,6 +19,7 @@ from draw_architecture import FILES, ROOT, imports_of
 from forked_run import CONFIG, saved_tensors
 from forkserver import free_port
 
+from torchtrain import prepare
 from torchtrain.checkpoint.resume_compatibility import (
     Kind,
     check_resume_compatibility,
@@ -129,6 +130,36 @@ assert torchtrain.estimate.main([]) == 2
     assert "needs the plugin torchtrain.plugins.object_storage, which is not installed" in storage
     assert "metrics.norms_freq = 2 needs the plugin torchtrain.plugins.diagnostics, which is not installed" in option
     assert "this command is of the plugin torchtrain.plugins.planner, which is not installed" in command
+
+
+def test_folders_of_a_missing_plugin_are_named(tmp_path: Path) -> None:
+    for name, of in (("core", ("plugins",)), ("local", ("remote_data", "object_storage"))):
+        ignored = shutil.ignore_patterns(*of, "__pycache__")
+        shutil.copytree(PACKAGE, tmp_path / name / "torchtrain", ignore=ignored)
+    text = tmp_path / "text.txt"
+    text.write_text("Some words to train on. " * 400)
+    prepared, weights = tmp_path / "prepared", tmp_path / "weights"
+    assert prepare.main([f"--data.path={text}", f"--prepare.output={prepared}", "--prepare.processes=1"]) == 0
+    weights.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (weights / name).write_text("{}")
+
+    def error_of(name: str, *options: str, code: int = 2) -> str:
+        program = f"{NO_EDITABLE}\nfrom torchtrain.train import main\nsys.exit(main(sys.argv[1:]))"
+        arguments = [*SMALL, "--training.steps=1", "--training.seq_len=16", "--training.local_batch_size=1", *options]
+        command = [sys.executable, "-c", program, *arguments, f"--job.dump_folder={tmp_path / 'run'}"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path / name)}
+        result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+        assert result.returncode == code, result.stderr
+        return next((line for line in result.stderr.splitlines() if "error: " in line), "")
+
+    needs = "needs the plugin torchtrain.plugins."
+    assert f"{needs}prepared_data, which is not installed" in error_of("core", f"--data.path={prepared}")
+    assert f"{needs}huggingface, which is not" in error_of("core", f"--checkpoint.initial_load_path={weights}")
+    assert f"{needs}remote_data, which is not installed" in error_of("core", "--data.path=s3://bucket/text")
+    # Local data need neither the plugin of data over a network nor that of buckets.
+    for path in (text, prepared):
+        assert error_of("local", f"--data.path={path}", "--checkpoint.no-enable", code=0) == ""
 
 
 def plugin_of(module: str) -> str | None:
@@ -251,7 +282,7 @@ class Boxed(FolderFormat):
     def recognizes(cls, config, context):
         return Path(config.paths[0], "box.txt").exists()
     @classmethod
-    def open(cls, config, context, answer):
+    def open(cls, config, context):
         return open_files([str(Path(config.paths[0], "box.txt"))], "text", context.section)
 
 class Counting(LinearConversion):

@@ -210,6 +210,7 @@ CHANGES = {
             "run": (5, [], {}),
             "data": (None, [1], {"a": 1}, "x"),
             "files": (None, {}, "x", [1], [[]], 7),
+            "loader": ({}, [], {"global_batch_size": "x", "seq_len": 8, "state_sizes": [1]}),
             ESCAPE: (1,),
         }.items()
         for value in values

@@ -4,6 +4,7 @@ import ctypes
 import importlib
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -187,3 +188,22 @@ def test_runs_of_the_shell_launcher_exit_with_their_code(tmp_path: Path, ranks: 
         command = [script, *TRAIN[3:], *layout, *options, *folder]
         found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert found.returncode == code, found.stderr
+
+
+def test_rank_that_loses_another_one_waits_for_the_signal_that_has_ended_it() -> None:
+    program = """
+import torchtrain.cli
+def lose():
+    print("lost", flush=True)
+    raise RuntimeError("Connection closed by peer [127.0.0.1]:1")
+torchtrain.cli.run_command(lose)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "lost\n"
+    process.terminate()
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGTERM
+    assert "Traceback" not in errors

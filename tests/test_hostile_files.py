@@ -20,7 +20,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
 from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"

@@ -26,7 +26,7 @@ from torchtrain.metrics.history import Run
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
 from torchtrain.metrics.run_description import RunDescription
-from torchtrain.metrics.step_hook import RunResults
+from torchtrain.metrics.step_hook import RunResults, StepHook, StepHooks
 from torchtrain.metrics.writers import TensorBoard, WriterContext, has_validation
 from torchtrain.models.loss import TokenLoss
 from torchtrain.plugins.diagnostics import stragglers
@@ -439,3 +439,18 @@ def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: p
         WeightsAndBiases(WriterContext(MetricsConfig(wandb_project="mine"), tmp_path, CONFIG))
     assert given[0] == given[1]
     assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")
+
+
+def test_hook_that_fails_at_the_end_does_not_take_the_results_of_others() -> None:
+    class Fails(StepHook):
+        def results(self, results: RunResults) -> list[tuple[str, str]]:
+            raise ValueError(results.rows)
+
+    class Works(StepHook):
+        def results(self, results: RunResults) -> list[tuple[str, str]]:
+            return [("mine", str(results.rows))]
+
+    results = RunResults(JobConfig(), Run("run", [], [], [], []), RunDescription("", [], {}), [], [])
+    with captured_log() as log:
+        assert StepHooks(Fails(), Works()).results(results) == [("mine", "[]")]
+    assert "the results of Fails" in "".join(log)

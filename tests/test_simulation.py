@@ -20,11 +20,12 @@ from parity import TINY
 from simulated_step import Report
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.config.schema import EMAConfig
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
-from torchtrain.models.llama.model import attend
+from torchtrain.models.llama.model import FeedForward, attend
 from torchtrain.optimizers import ema
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.attention_backend import (
@@ -32,6 +33,7 @@ from torchtrain.parallelisms.attention_backend import (
     attention_for_generation,
     choose_attention_backend,
 )
+from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.plugins.planner import simulation
 from torchtrain.trainer import TrainStep
@@ -79,6 +81,7 @@ def simulate(worker: fake_cuda.Worker, world_size: int, options: dict[str, Any],
 def check(report: Report, *, offload: bool = False) -> None:
     assert report.disagreements == []
     assert report.rounded_gradients == set()  # training.mixed_precision_reduce is float32
+    assert report.unexpected_dtypes == set()
     if not offload:  # with offload the host makes the update, and waits for the gradient norm
         assert report.readbacks == []
         assert report.host_work == set()
@@ -497,3 +500,31 @@ def test_recomputed_attention_is_detected(gpu: fake_cuda.Worker) -> None:
     faults: tuple[dict[str, Any], ...] = ({}, {"fault": attention_not_saved})
     kept, again = (simulate(gpu, 8, options, shape=ONE_LAYER, **fault).ranks[0] for fault in faults)
     assert again.recomputed > kept.recomputed
+
+
+def products_in_float32() -> AbstractContextManager[Any]:
+    def forward(layer: FeedForward, x: Tensor) -> Tensor:
+        hidden = nn.functional.silu(layer.w1(x)) * layer.w3(x)
+        return (hidden.float() @ layer.w2.weight.float().T).to(x.dtype)
+
+    return patch.object(FeedForward, "forward", forward)
+
+
+def keys_gathered_in_float32() -> AbstractContextManager[Any]:
+    forward = ContextParallelAttention.forward
+
+    def in_float32(attention: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+        with patch.object(DTensor, "from_local", lambda x, *args, **options: from_local(x.float(), *args, **options)):
+            return forward(attention, q.float(), k, v, mask).to(q.dtype)
+
+    from_local = DTensor.from_local
+    return patch.object(ContextParallelAttention, "forward", in_float32)
+
+
+def test_products_and_collectives_in_another_dtype_are_detected(gpu: fake_cuda.Worker) -> None:
+    report = simulate(gpu, 8, {}, shape=ONE_LAYER, fault=products_in_float32)
+    assert {(name, dtype) for name, _, dtype in report.unexpected_dtypes} == {("mm", torch.float32)}
+    report = simulate(gpu, 8, layout(context=2), shape=ONE_LAYER, fault=keys_gathered_in_float32)
+    sent = {found for found in report.unexpected_dtypes if len(found) == 4}
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+    assert sent == {("context", name, torch.float32, 5) for name in names}

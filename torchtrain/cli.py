@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, NoReturn
 
 from torchtrain import __version__
-from torchtrain.environment import limit_error
+from torchtrain.environment import LOST_CONNECTION, limit_error
 from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS
 from torchtrain.logging import init_logging, logger
@@ -23,6 +23,7 @@ from torchtrain.logging import init_logging, logger
 DISK_FULL_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 BAD_PATH_ERRNOS = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, *TRANSIENT_ERRNOS)
 LOG_DELAY_SECONDS = 2.0
+SIGNAL_SECONDS = 2.0  # in which a signal to all ranks has reached the last of them
 
 
 class Interrupted(KeyboardInterrupt):
@@ -110,6 +111,8 @@ def run_command(run: Callable[[], int]) -> int:
             _log_once(limit, only_this_rank=True)
             return limit.exit_code
         if not isinstance(error, OSError):
+            if LOST_CONNECTION.search(str(error)):
+                time.sleep(SIGNAL_SECONDS)  # a signal that has ended another rank reaches this one, too
             raise
         no_folder = error.errno == errno.ENOENT and not error.filename  # as os.getcwd and tempfile raise it
         if (
@@ -157,9 +160,12 @@ def plugin_command(module: str) -> Callable[..., int]:
         try:
             implementation = import_module(module)
         except ModuleNotFoundError as error:
-            if error.name is None or not f"{plugin}.".startswith(f"{error.name}."):
+            if error.name and f"{plugin}.".startswith(f"{error.name}."):
+                message = f"this command is of the plugin {plugin}, which is not installed"
+            elif error.name and error.name.startswith("torchtrain.plugins."):
+                message = f"this command needs {error.name}, of a plugin that is not installed"
+            else:
                 raise
-            message = f"this command is of the plugin {plugin}, which is not installed"
         else:
             code: int = implementation.main(argv)
             return code

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import sys
 import threading
@@ -17,6 +18,12 @@ _RANKS = {
     "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
     "PMI_SIZE": "PMI_RANK",
 }
+
+
+LOST_CONNECTION = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|remote process has terminated"
+)
+"""What gloo and NCCL say in the error of a collective if the process of another rank has ended."""
 
 
 def require_ranks() -> None:

@@ -19,7 +19,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.planner import simulation
 from torchtrain.plugins.planner.hardware import GPUS
-from torchtrain.plugins.planner.operations import VIEWS, collective, tensors_in
+from torchtrain.plugins.planner.operations import MATMULS, VIEWS, collective, tensors_in
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
 from torchtrain.plugins.planner.request import resolve_and_validate
@@ -33,6 +33,35 @@ HOST_WORK = {
 }
 
 
+PARAMETER = object()  # the dtype of training.mixed_precision_param
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+SENT: dict[tuple[Any, ...], Any] = {
+    # Weights and their gradients.
+    ("shard", "allgather_base", 1): PARAMETER,
+    ("shard", "reduce_scatter_base", 1): torch.float32,
+    ("replicate", "allreduce", 1): torch.float32,
+    ("tensor", "allreduce", 1): torch.float32,  # of norms
+    ("pipeline", "send", 2): torch.float32,  # of tied embeddings
+    ("pipeline", "recv", 2): torch.float32,
+    # Activations, of three dimensions, and keys and values of attention, of five.
+    ("tensor", "all_gather_into_tensor", 3): PARAMETER,
+    ("tensor", "reduce_scatter_tensor", 3): PARAMETER,
+    ("tensor", "all_reduce", 3): PARAMETER,
+    ("context", "all_gather_into_tensor", 5): PARAMETER,
+    ("context", "reduce_scatter_tensor", 5): PARAMETER,
+    ("pipeline", "send", 3): PARAMETER,
+    ("pipeline", "recv", 3): PARAMETER,
+    # Sums and maxima of the softmax over a sharded vocabulary.
+    ("tensor", "all_reduce", 1): torch.float32,
+    ("tensor", "all_reduce", 2): torch.float32,
+    # On any axis: the matrices of Muon, counts of tokens, losses and the squares of the gradient norm.
+    ("alltoall_base", 1): torch.bfloat16,
+    ("allreduce", 0): (torch.int64, torch.float64),
+    ("allreduce", 1): torch.float64,
+}
+"""The dtype of each collective of a step by axis, operation and dimensions of what is sent."""
+
+
 class SynchronizationRecorder(StepRecorder):
     """Also records, by phase, synchronizations of the host with the device, and operations on other devices."""
 
@@ -41,6 +70,8 @@ class SynchronizationRecorder(StepRecorder):
         self.readbacks: list[str] = []
         self.others: Counter[str] = Counter()
         self.reductions: set[tuple[str, str, torch.dtype, int]] = set()
+        self.products: set[tuple[str, str, torch.dtype]] = set()
+        self.sent: set[tuple[str, str, torch.dtype, int]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device_type:
@@ -49,11 +80,15 @@ class SynchronizationRecorder(StepRecorder):
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         super()._record(func, args, kwargs, out)
+        if func.overloadpacket in MATMULS or "attention" in func._opname:
+            self.products.add((func._opname, self.phase, tensors_in(args)[0].dtype))
         found = collective(func, args, out)
-        if found is not None and "reduce" in found[0]:
+        if found is not None:
             summands = tensors_in(args)[-1]  # after the output, where it is an argument
-            axis = self.axes.get(found[1].group_name, "all")
-            self.reductions.add((axis, found[0], summands.dtype, summands.ndim))
+            call = self.axes.get(found[1].group_name, "all"), found[0], summands.dtype, summands.ndim
+            self.sent.add(call)
+            if "reduce" in found[0]:
+                self.reductions.add(call)
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
             return
         name, own, inputs, outputs = func._opname, self.device_type, tensors_in((args, kwargs)), tensors_in(out)
@@ -79,6 +114,8 @@ class RankRecord:
     others: Counter[str]
     attention: set[str]  # the attention kernels
     reductions: set[tuple[str, str, torch.dtype, int]]  # axis, operation, dtype and dimensions of the summands
+    products: set[tuple[str, str, torch.dtype]]  # operation, phase and dtype of matrix products and attention
+    sent: set[tuple[str, str, torch.dtype, int]]  # as ``reductions``, of all collectives
 
 
 @dataclass(frozen=True)
@@ -86,6 +123,20 @@ class Report:
     ranks: Sequence[RankRecord]
     disagreements: Sequence[str]
     config_error: str = ""
+    dtype: torch.dtype = torch.bfloat16  # training.mixed_precision_param
+
+    @property
+    def unexpected_dtypes(self) -> set[tuple[Any, ...]]:
+        """Products of other dtypes than the parameters', and collectives of dtypes that ``SENT`` does not have."""
+        products = set().union(*(seen.products for seen in self.ranks))
+        sent = set().union(*(seen.sent for seen in self.ranks))
+        found: set[tuple[Any, ...]] = {product for product in products if product[2] not in (self.dtype, *FLOAT8)}
+        for axis, name, dtype, ndim in sent:
+            expected = SENT.get((axis, name, ndim), SENT.get((name, ndim)))
+            allowed = expected if isinstance(expected, tuple) else (self.dtype if expected is PARAMETER else expected,)
+            if dtype not in (*allowed, *FLOAT8):
+                found.add((axis, name, dtype, ndim))
+        return found
 
     @property
     def host_work(self) -> set[str]:
@@ -190,11 +241,12 @@ def run(
         assert isinstance(recorder, SynchronizationRecorder)
         attention = {o.name for o in step.operations if "attention" in o.name}
         noted = recorder.readbacks, recorder.others, attention, recorder.reductions
-        seen.append(RankRecord(rank, peak, flops, recomputed, collectives, *noted))
+        seen.append(RankRecord(rank, peak, flops, recomputed, collectives, *noted, recorder.products, recorder.sent))
     operations = {
         rank: [o for step in record.recorder.steps for o in step.operations] for rank, record in records.items()
     }
     found = disagreements(operations)
     if compare:
         found.append(difference("rank 0", calls_of(operations[0]), f"rank {last}", calls_of(operations[last])))
-    return Report(seen, list(filter(None, found)))
+    dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
+    return Report(seen, list(filter(None, found)), dtype=dtype)

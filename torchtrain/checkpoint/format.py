@@ -113,6 +113,10 @@ class Manifest:
             raise ValueError(f"data = {self.data!r}")
         if len({file.name for file in self.files}) < len(self.files):
             raise ValueError("it names a file twice")
+        if self.loader is not None:
+            sizes = [self.loader["global_batch_size"], self.loader["seq_len"], *self.loader["state_sizes"]]
+            if not all(type(size) is int and size >= 0 for size in sizes):
+                raise ValueError(f"loader = {self.loader!r}")
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

@@ -227,7 +227,7 @@ def check_resume_compatibility(
     Args:
         saved_toml, current_toml: the resolved configs.
         allow_changes: options that may change the run.
-        saved_data, current_data: the identity of data and tokenizer by option; older checkpoints lack it.
+        saved_data, current_data: the identity of data and tokenizer by option.
         changed_files: for each source, the files that have changed (``data_identity.describe_changes``).
 
     Raises:

@@ -145,6 +145,8 @@ def find_checkpoint(path: str | Path) -> StoredCheckpoint:
     if not is_url(path) and (Path(path) / CONFIG).is_file():
         what = "is the folder of a run that has saved no checkpoint; a run saves them with checkpoint.enable"
     elif not is_url(path) and (Path(path) / "config.json").is_file():
+        if next(Path(path).glob("*.safetensors"), None):
+            WEIGHT_FORMATS.check("huggingface", f"{path}: its format")
         what = "has a config.json, and no weights in safetensors files beside it"
     raise CheckpointError(
         f"{path} {what}; give a run's folder, such as outputs/debug_model, a step-N folder, or a Hugging Face folder "

@@ -74,7 +74,15 @@ class Registry:
         entry = self._entries[name]
         if isinstance(entry, str):
             module, attribute = entry.split(":")
-            entry = getattr(import_module(module), attribute)
+            try:
+                entry = getattr(import_module(module), attribute)
+            except ModuleNotFoundError as error:
+                plugin = missing_plugin(error)
+                if plugin is None:
+                    raise
+                raise ConfigError(
+                    f"{self.option} = {name!r} needs the plugin {plugin}, which is not installed"
+                ) from error
         return entry
 
     def check(self, name: str, option: str) -> None:
@@ -121,6 +129,12 @@ LR_SCHEDULES = Registry(
 rate as a factor of its peak."""
 
 
+def missing_plugin(error: ModuleNotFoundError) -> str | None:
+    """The plugin of this repository that ``error`` is about, which another one imports; None for another module."""
+    parts = (error.name or "").split(".")
+    return ".".join(parts[:3]) if parts[:2] == ["torchtrain", "plugins"] else None
+
+
 def _origin(entry: Any) -> str:
     """Module and name of an entry."""
     return entry if isinstance(entry, str) else f"{entry.__module__}:{getattr(entry, '__qualname__', entry)}"
@@ -159,7 +173,7 @@ DATA_SOURCES = Registry(
 """Subclasses of ``datasets.data_source.DataSource``, or of ``SourceType`` there."""
 
 
-FOLDER_FORMATS = Registry("the name of a folder format")
+FOLDER_FORMATS = Registry("the format of data.path", of_plugins={"prepared": "torchtrain.plugins.prepared_data"})
 """Subclasses of ``datasets.data_source.FolderFormat``, which are asked whether they know the folder ``data.path``."""
 
 

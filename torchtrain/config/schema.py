@@ -490,8 +490,9 @@ class SourceConfig(Section):
     label: str = ""
     """Name of the source in the log, in metrics and plots. Empty: the name of its file, folder or dataset."""
     type: str = ""
-    """Type of the source: files, hub, standard_library, standard_library_docs (its docstrings), or one that a module in
-    job.import registers (docs/extending.md). Empty: files if path is set, hub if name is set."""
+    """Type of the source: files, remote_files (those by URLs), hub, standard_library, standard_library_docs (its
+    docstrings), or one that a module in job.import registers (docs/extending.md). Empty: files or remote_files if path
+    is set, hub if name is set."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[data.options]: options of a registered type."""
 
@@ -509,6 +510,10 @@ class SourceConfig(Section):
         DATA_SOURCES.check(self.source_type, DATA_SOURCES.option)
         for_paths = self.type in ("files", "remote_files")
         require(not for_paths or bool(self.path), f"data.type = {self.type!r} needs data.path")
+        require(
+            self.type != "remote_files" or all(map(is_url, self.paths)),
+            f"data.type = 'remote_files' is for URLs, and data.path = {self.path!r} is none",
+        )
         require(self.type != "hub" or bool(self.name), "data.type = 'hub' needs data.name")
         require(
             not self.options or self.source_type not in BUILT_IN_SOURCES,

@@ -16,6 +16,6 @@ The terms, in the order in which text becomes a batch:
 - position: where a stream resumes: the number of the part, counted over all epochs, the document in the part, and the
   token in the document.
 
-Read order.py, data_source.py, packing.py, tokenized.py, dataloader.py and build.py to understand the order of the data;
+Read order.py, data_source.py, packing.py, dataloader.py and build.py to understand the order of the data;
 the other modules open sources.
 """

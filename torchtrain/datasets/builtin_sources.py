@@ -21,12 +21,15 @@ class Files(SourceType):
     @classmethod
     def ask_once(cls, config: SourceConfig, context: SourceContext) -> str | None:
         """The name of the folder's format, if it is not text."""
-        return with_retries(partial(format_of_folder, config, context), Path(config.paths[0]))
+        found = with_retries(partial(format_of_folder, config, context), Path(config.paths[0]))
+        if found is None and any(next(Path(path).glob("shard-*.tokens"), None) for path in config.paths):
+            FOLDER_FORMATS.check("prepared", f"{context.section}.path = {config.path!r}: its format")
+        return found
 
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: str | None) -> DataSource:
         if answer is not None:
-            opened: DataSource = FOLDER_FORMATS[answer].open(config, context, None)
+            opened: DataSource = FOLDER_FORMATS[answer].open(config, context)
             return opened
         text = partial(
             open_files,

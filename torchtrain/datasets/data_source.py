@@ -160,20 +160,25 @@ class SourceType:
         return False
 
 
-class FolderFormat(SourceType):
+class FolderFormat(ABC):
     """Data of which ``data.path`` is a single folder, such as prepared data; see ``FOLDER_FORMATS``."""
 
     markers: tuple[str, ...] = ()
     """Names of files that only folders of this format have, so that no folder of text contains them."""
 
     @classmethod
+    @abstractmethod
     def recognizes(cls, config: SourceConfig, context: SourceContext) -> bool:
-        """Whether ``config.path`` is such a folder; called on rank 0 only.
+        """Whether ``config.path``, which may also be a list of paths, is such a folder; called on rank 0 only.
 
         Raises:
             DataError: it is, and cannot be used.
         """
-        raise NotImplementedError
+
+    @classmethod
+    @abstractmethod
+    def open(cls, config: SourceConfig, context: SourceContext) -> "DataSource":
+        """Open the folder on each rank; raises as ``SourceType.open`` does."""
 
 
 class DataSource(SourceType, ABC):

@@ -1,7 +1,6 @@
 """Requests to stop: signals and the wall-clock limit. Ranks agree on them once per step (``NonFiniteGuard``)."""
 
 import os
-import re
 import signal
 import socket
 import threading
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.process_group import all_reduce
+from torchtrain.environment import LOST_CONNECTION
 from torchtrain.errors import StoppedError
 from torchtrain.logging import logger
 
@@ -22,10 +22,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 DUPLICATE_SECONDS = 3.0
 WARNING_SECONDS = 3600.0  # a SIGUSR1 earlier than this before SLURM's time limit is not SLURM's warning
 POLL_SECONDS = 0.2
-LOST_CONNECTION = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|Socket closed|remote process has terminated"
-)
-"""What gloo and NCCL say in the error of a collective if the process of another rank has ended."""
 EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job to be requeued
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.logging import BestEffort
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.run_description import RunDescription
 from torchtrain.models.loss import TokenLoss
@@ -101,4 +102,8 @@ class StepHooks(StepHook):
             hook.after_last_step()
 
     def results(self, results: RunResults) -> Sequence[tuple[str, str]]:
-        return [row for hook in self.all for row in hook.results(results)]
+        rows: list[tuple[str, str]] = []
+        for hook in self.all:
+            with BestEffort(f"the results of {type(hook).__name__}"):
+                rows += hook.results(results)
+        return rows

@@ -30,7 +30,7 @@ from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
 

@@ -19,7 +19,7 @@ from torchtrain.errors import CheckpointError, ConfigError, DamagedError, Storag
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage.object_store import PAUSES_SECONDS, with_store_retries
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
 

@@ -32,7 +32,7 @@ from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.environment import process_share
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.plugins.prepared_data import input_splits, tokenize_dataset
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.plugins.prepared_data.tokenized import Manifest, Shard, TokenizedDataset
 

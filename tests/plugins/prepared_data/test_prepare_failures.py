@@ -16,7 +16,7 @@ from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import local_files
 from torchtrain.errors import DataError, StorageError
 from torchtrain.plugins.prepared_data import data_folder, input_splits, tokenize_dataset
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest
 

@@ -18,7 +18,7 @@ from torchtrain.datasets.data_source import SourceContext
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.plugins.object_storage.object_store import open_file_system, with_store_retries
 from torchtrain.plugins.prepared_data import input_splits
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 pytest.importorskip("s3fs")

@@ -21,7 +21,8 @@ from torchtrain import trainer
 from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.plugins.object_storage.object_store import open_file_system
-from torchtrain.plugins.prepared_data import data_folder
+from torchtrain.plugins.prepared_data import remote_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.remote_data import range_cache
 from torchtrain.plugins.remote_data.range_cache import RangeCache
 from torchtrain.plugins.remote_data.remote_files import find_remote_files
@@ -65,7 +66,7 @@ def test_data_are_read_from_the_store_once(
         return take(make_loader(config, cache_folder=str(tmp_path / "cache")), 12)
 
     monkeypatch.setattr(memory, "cat_file", count)
-    monkeypatch.setattr(data_folder, "_CONNECTIONS", 1)  # concurrent requests of neighbouring windows may overlap
+    monkeypatch.setattr(remote_folder, "_CONNECTIONS", 1)  # concurrent requests of neighbouring windows may overlap
     assert torch.equal(batches(), expected)
     first = len(requests)
     assert first == len(set(requests)) > 0
@@ -85,7 +86,7 @@ def test_object_that_is_overwritten_and_restored_is_not_cached(
 ) -> None:
     cache = RangeCache(tmp_path, 1 << 30)
     memory.pipe_file("/data/a.txt", b"right")
-    folder = data_folder.open_folder("memory://data", cache=cache)
+    folder = open_folder("memory://data", cache=cache)
     assert folder.sizes() == {"a.txt": 5}
     [file] = find_remote_files(["memory://data/a.txt"], "data.path", "data.path")
 

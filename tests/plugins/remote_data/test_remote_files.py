@@ -1,8 +1,10 @@
 """Data on file systems of fsspec, here in memory: verification, changed objects, hosts in URLs, encodings."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,8 +24,9 @@ from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import local_path, scheme_of
 from torchtrain.plugins.object_storage.object_store import open_file_system
 from torchtrain.plugins.object_storage.storage import ObjectStorage
-from torchtrain.plugins.prepared_data import data_folder, tokenize_dataset
-from torchtrain.plugins.prepared_data.data_folder import LocalFolder, open_folder
+from torchtrain.plugins.prepared_data import remote_folder, tokenize_dataset
+from torchtrain.plugins.prepared_data.data_folder import LocalFolder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import verify
 from torchtrain.plugins.remote_data.remote_files import RemoteFile, identify_remote
 
@@ -48,7 +51,7 @@ def prepared(tmp_path: Path, memory: MemoryFileSystem) -> str:
 def test_verify_names_a_damaged_short_or_missing_object(
     prepared: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_folder, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(remote_folder, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(memory, "ls", lambda *_, **__: pytest.fail("one listing for each file"))
     folder, name = open_folder(prepared), "shard-00000.tokens"
     verify(folder, prepared)
@@ -232,3 +235,17 @@ def test_streamed_documents_are_shuffled_anew_in_each_epoch(tmp_path: Path, file
         resumed.load_state_dict({"rows": state["rows"][rows.start : rows.stop]})
         parts.append(take(resumed, 3))
     assert torch.equal(torch.cat(parts, dim=1), expected)
+
+
+def test_prepare_that_continues_with_another_division_begins_again(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    """Files are not split where those that are not UTF-8 are skipped; records of objects have no hash of the input."""
+    lines = "".join(json.dumps({"text": f"document {n} " + "words " * 12}) + "\n" for n in range(16_000))
+    memory.pipe_file("/texts/a.jsonl", lines.encode())
+    source, folder = SourceConfig(path="memory://texts/a.jsonl"), tmp_path / "out"
+    assert tokenize_dataset.prepare(source, "data", "", folder, 1, rank=0, world_size=2) is None
+    changed = replace(source, skip_not_utf8=True)
+    with pytest.raises(DataError, match=r"was begun with other options, which make \d+ shards of the data, not 1"):
+        tokenize_dataset.prepare(changed, "data", "", folder, 1, rank=1, world_size=2)
+    manifest = tokenize_dataset.prepare(changed, "data", "", folder, 1)
+    assert manifest is not None
+    assert sum(shard.documents for shard in manifest.shards) == 16_000

@@ -40,7 +40,7 @@ def run(config: JobConfig) -> int:
     """
     # Imported here, so that --help and rejected options do not import datasets.
     from torchtrain.datasets.tokenizers import load_tokenizer
-    from torchtrain.plugins.prepared_data.data_folder import open_folder
+    from torchtrain.plugins.prepared_data.open_folder import open_folder
     from torchtrain.plugins.prepared_data.tokenize_dataset import open_input, tokenize
     from torchtrain.plugins.prepared_data.tokenized import verify
 

@@ -8,9 +8,8 @@ from torchtrain.datasets.file_formats import kind_of
 from torchtrain.errors import DataError
 from torchtrain.files import is_url, names_in
 from torchtrain.logging import logger
-from torchtrain.plugins.prepared_data.data_folder import open_folder
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import MANIFEST, UNFINISHED, TokenizedDataset
-from torchtrain.plugins.remote_data.range_cache import cache_of
 
 
 class PreparedFolder(FolderFormat):
@@ -44,10 +43,14 @@ class PreparedFolder(FolderFormat):
         return False
 
     @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG003
-        option = f"{context.section}.path"
+    def open(cls, config: SourceConfig, context: SourceContext) -> DataSource:
+        option, cache = f"{context.section}.path", None
+        if is_url(config.paths[0]):
+            from torchtrain.plugins.remote_data.range_cache import cache_of
+
+            cache = cache_of(context)
         opened = TokenizedDataset(
-            open_folder(config.paths[0], option, cache_of(context)),
+            open_folder(config.paths[0], option, cache),
             context.tokenizer.content_hash,
             context.verify_bytes,
             f"{option} = {config.path!r}",

@@ -57,7 +57,7 @@ from torchtrain.files import (
     with_retries,
 )
 from torchtrain.logging import logger
-from torchtrain.plugins.prepared_data.data_folder import DataFolder, LocalFolder, open_folder
+from torchtrain.plugins.prepared_data.data_folder import DataFolder, LocalFolder
 from torchtrain.plugins.prepared_data.input_splits import (
     InputCounts,
     LocalInputFile,
@@ -66,6 +66,7 @@ from torchtrain.plugins.prepared_data.input_splits import (
     ShardedFiles,
     ShardedInput,
 )
+from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
 from torchtrain.plugins.remote_data.remote_files import find_remote_files, identify_remote, require_text_in_head
 from torchtrain.progress import Stderr
@@ -229,6 +230,15 @@ def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
             return True
         raise
     _require_same(plan, found, output)
+    if found.shard_count != plan.shard_count:  # as with another data.skip_not_utf8
+        if not alone:
+            raise DataError(
+                f"{output.location} was begun with other options, which make {found.shard_count} shards "
+                f"of the data, not {plan.shard_count}: remove it, or name another folder"
+            )
+        output.remove(name for name in sizes if name.startswith("shard-"))
+        output.remove([UNFINISHED])
+        output.create(UNFINISHED, _as_json(plan))
     if alone:
         output.remove(name for name in sizes if name.endswith(".partial"))  # left by a killed process
     return False

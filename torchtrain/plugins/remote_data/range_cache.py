@@ -7,7 +7,6 @@ removed. The cache is an optimization only: what is damaged, or cannot be read o
 """
 
 import fcntl
-import functools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -31,13 +30,8 @@ _SEGMENT_BLOCKS = 2**16  # 64 MiB
 
 
 def cache_of(context: SourceContext) -> "RangeCache | None":
-    """The cache that ``context`` asks for, one for all sources of this process. Raises as ``RangeCache`` does."""
-    return _open(context.cache_folder, context.cache_bytes) if context.cache_folder else None
-
-
-@functools.cache
-def _open(folder: str, limit_bytes: float) -> "RangeCache":
-    return RangeCache(folder, limit_bytes)
+    """The cache that ``context`` asks for. Raises as ``RangeCache`` does."""
+    return RangeCache(context.cache_folder, context.cache_bytes) if context.cache_folder else None
 
 
 class RangeCache:

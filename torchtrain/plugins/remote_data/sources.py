@@ -42,7 +42,7 @@ class RemoteFiles(SourceType):
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: str | list[RemoteFile]) -> DataSource:
         if isinstance(answer, str):
-            opened: DataSource = FOLDER_FORMATS[answer].open(config, context, None)
+            opened: DataSource = FOLDER_FORMATS[answer].open(config, context)
             return opened
         cache = cache_of(context)
         return StreamedText(
