@@ -298,6 +298,15 @@ def test_run_id_is_kept_by_restarts_and_in_a_moved_folder(tmp_path: Path) -> Non
     assert {read_manifest(LocalCheckpoint(tmp_path / "elsewhere/checkpoint/step-6")).run} == runs
 
 
+def test_checkpoints_that_vanish_during_a_start_are_an_error(tmp_path: Path) -> None:
+    """The weights of a run that resumes are not initialized before they are loaded."""
+    Run(tmp_path).train(1, 2)
+    again = Run(tmp_path)
+    shutil.rmtree(tmp_path / "checkpoint")
+    with pytest.raises(CheckpointError, match="checkpoint had step-2 a moment ago, and is empty now"):
+        again.manager.resume()
+
+
 def test_rollback_loads_only_checkpoints_of_the_current_branch(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 8)
     run = Run(tmp_path, load_step=4, interval=3)

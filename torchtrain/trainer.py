@@ -309,7 +309,7 @@ class Trainer:
         Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end. The
         end of a stage is the end of the run only for the last stage, or if the data have ended.
         """
-        self.write_config()
+        self.prepare_dump_folder()
         self.description.log()
         warn_about_checkpoints(self.config, self.model_config)
         steps = self.config.training.steps
@@ -368,8 +368,8 @@ class Trainer:
             saved = "only the exported weights are" if exporters(self.config) and not stopped else "nothing is"
             logger.warning("checkpoint.enable = false: %s saved of this run", saved)
 
-    def write_config(self) -> None:
-        """Write the resolved config to the dump folder, without files of another run and with this one's metrics."""
+    def prepare_dump_folder(self) -> None:
+        """Rename files of another run, restore the metrics in the checkpoint, and write the resolved config."""
         if rank() == 0:
             folder = Path(self.config.job.dump_folder)
             with BestEffort("renaming files of another run"):
@@ -511,7 +511,7 @@ class TrainStep:
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(self.model.device, non_blocking=True)
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
         loss = self.forward_backward(batch, global_tokens)
-        while not self.model.finish_gradients():  # the gradient reducer logs why
+        while not self.model.finish_gradients():  # only a plugin's reducer asks for this (exact sums), and logs why
             self.optimizer.zero_grad()
             loss = self.forward_backward(batch, global_tokens)
         grad_norm = self.clip_and_update(step, loss)

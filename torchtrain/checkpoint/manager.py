@@ -147,6 +147,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise
         if step is None:
             history.require_none(config.load_step, damaged)
+            if self.start.step is not None:  # so that the weights are not initialized
+                raise CheckpointError(f"{self.storage} had step-{self.start.step} a moment ago, and is empty now")
         self._quarantine(history, damaged)
         return step
 

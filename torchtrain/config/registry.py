@@ -235,6 +235,9 @@ VALIDATION_PARTS = Registry("the name of a validation part")
 PLUGIN_OPTIONS = {
     "metrics.norms_freq": "torchtrain.plugins.diagnostics",
     "metrics.enable_loss_by_source": "torchtrain.plugins.diagnostics",
+    "metrics.straggler_freq": "torchtrain.plugins.diagnostics",
+    "metrics.straggler_factor": "torchtrain.plugins.diagnostics",
+    "parallelism.fsdp_exact_transport": "torchtrain.plugins.exact_sums",
     "debug.fingerprint_steps": "torchtrain.plugins.comparison",
     "validation.prompts": "torchtrain.plugins.evaluation",
     "validation.tasks": "torchtrain.plugins.evaluation",

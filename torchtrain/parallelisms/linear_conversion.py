@@ -14,7 +14,10 @@ from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, LinearStyles
 
 
 class LinearConversion(ABC):
-    """Converts the linear layers of the blocks; see ``LINEAR_CONVERSIONS``."""
+    """Converts the linear layers of the blocks; see ``LINEAR_CONVERSIONS``.
+
+    It is built anew wherever it is asked, from the config alone, and so must not keep state.
+    """
 
     @abstractmethod
     def check(
