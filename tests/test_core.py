@@ -266,8 +266,8 @@ class Answer:
     def check_data(config):
         pass
     @staticmethod
-    def build(config, tokenizer, model, group):
-        answer = float(section_of(config, ExampleConfig).answer)
+    def build(context):
+        answer = float(section_of(context.config, ExampleConfig).answer)
         return lambda step, prefix, watched: {f"{prefix}_answer": answer}
 
 @registry.GRADIENT_REDUCERS.register("as_fsdp")

@@ -66,7 +66,13 @@ from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.results import log_results
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
 from torchtrain.metrics.step_hook import StepHooks
-from torchtrain.metrics.validation import Validator, build_validation_parts, check_validation_parts
+from torchtrain.metrics.validation import (
+    ValidationContext,
+    Validator,
+    build_validation_parts,
+    check_validation_parts,
+    read_microbatches,
+)
 from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.loss import TokenLoss, exact_nats
@@ -248,6 +254,10 @@ class Trainer:
         config = self.config
         if not config.validation.enable:
             return None
+        held_out = {
+            label: partial(read_microbatches, loader, loader.state_dict(), config.validation.steps, microbatches)
+            for label, loader in self.validation_loaders.items()
+        }
         return Validator(
             config.validation,
             self.validation_loaders,
@@ -257,7 +267,9 @@ class Trainer:
             averaged=self.averaged_weights,
             must_stop=partial(self.stop.agree, self.gloo_group),
             watch=self.watchdog.watch,
-            parts=build_validation_parts(config, self.tokenizer, self.model, self.gloo_group),
+            parts=build_validation_parts(
+                ValidationContext(config, self.tokenizer, self.model, self.gloo_group, held_out)
+            ),
         )
 
     def states(self) -> dict[str, Stateful]:

@@ -140,7 +140,11 @@ alone: a resumed run has the learning rates of an uninterrupted one.
 """,
 }
 
-SECTIONS = {name: to_dict(section()) for name, section in section_types().items()}
+SECTIONS = {
+    name: to_dict(section())
+    for name, section in section_types().items()
+    if section.__module__.startswith("torchtrain.")  # not of plugins that are installed here
+}
 
 TITLES = {  # headings of nested tables by the name of their class; a new class needs an entry here and in TABLES
     "ModelOverrides": "Shape",

@@ -5,7 +5,7 @@ import shlex
 import time
 from pathlib import Path
 
-from torchtrain.config.registry import MODELS
+from torchtrain.config.registry import MODELS, VALIDATION_PARTS, WEIGHT_FORMATS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.files import is_url
@@ -116,7 +116,9 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
     checkpoints = config.checkpoint.folder
     path = shlex.quote(checkpoints if is_url(checkpoints) else folder)
     imports = " --import " + " ".join(config.job.import_) if config.job.import_ else ""
-    commands = [f'python -m torchtrain.generate {path} --prompt "..."{imports}']
-    if MODELS[config.model.name].hf is not None:
+    commands = []
+    if "samples" in VALIDATION_PARTS:  # the plugin of the command is there
+        commands.append(f'python -m torchtrain.generate {path} --prompt "..."{imports}')
+    if "huggingface" in WEIGHT_FORMATS and MODELS[config.model.name].hf is not None:
         commands.append(f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}{imports}")
     return commands

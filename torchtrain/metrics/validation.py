@@ -13,13 +13,13 @@ from torch import Tensor
 
 from torchtrain.config.registry import VALIDATION_PARTS
 from torchtrain.config.schema import JobConfig, ValidationConfig
-from torchtrain.datasets.dataloader import Batch, DataLoader
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
 from torchtrain.models.loss import exact_nats
-from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.microbatches import Microbatch, Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 
 LARGEST_LOSS = 709  # the exponential of larger numbers overflows
@@ -29,12 +29,13 @@ class _Stopped(Exception):
     """The run was asked to stop during a validation."""
 
 
-class ValidationPart(Protocol):
-    """What a validation computes beside the loss. Append an instance to ``Validator.parts``."""
+Watched = Callable[[], AbstractContextManager[None]]
 
-    def __call__(
-        self, step: int, prefix: str, watched: Callable[[], AbstractContextManager[None]]
-    ) -> Mapping[str, Any]:
+
+class ValidationPart(Protocol):
+    """What a validation computes beside the loss: the result of ``ValidationPartFactory.build``."""
+
+    def __call__(self, step: int, prefix: str, watched: Watched) -> Mapping[str, Any]:
         """Compute results after ``step``, with the current weights of the model, which must not change. Collective.
 
         Args:
@@ -43,13 +44,31 @@ class ValidationPart(Protocol):
                 the timeout again, and ends the validation if the run is asked to stop.
 
         Returns:
-            Numbers by name; under a name that ends in ``_samples``, a list of tables with ``prompt`` and ``text``. Only
-            those of rank 0 are written.
+            Numbers by names that no other part has; under a name that ends in ``_samples``, a list of tables with
+            ``prompt`` and ``text``. Only those of rank 0 are written.
         """
 
 
+@dataclass(frozen=True)
+class ValidationContext:
+    """What a part of validation is built from."""
+
+    config: JobConfig
+    tokenizer: Tokenizer
+    model: ParallelModel
+    """Of which ``forward_with_head`` computes what the loss does not."""
+    group: dist.ProcessGroup
+    """A gloo group of all ranks."""
+    held_out: Mapping[str, Callable[[Watched], Iterator[Microbatch]]]
+    """By the label of each source, a function that returns this rank's part of its data, up to ``validation.steps``
+    batches from the beginning. It takes the argument ``watched`` of the part."""
+
+
 class ValidationPartFactory(Protocol):
-    """Builds a part of validation if the config asks for it; registered in ``config.registry.VALIDATION_PARTS``."""
+    """Builds a part of validation if the config asks for it; registered in ``config.registry.VALIDATION_PARTS``.
+
+    It is asked only with ``validation.enable``.
+    """
 
     @staticmethod
     def check(config: JobConfig, tokenizer: Tokenizer) -> None:
@@ -60,10 +79,8 @@ class ValidationPartFactory(Protocol):
         """Raise ConfigError if data of the part cannot be loaded. Called on rank 0, for a stage that is to come."""
 
     @staticmethod
-    def build(
-        config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup
-    ) -> ValidationPart | None:
-        """The part, or None. Collective over ``group``, a gloo group of all ranks."""
+    def build(context: ValidationContext) -> ValidationPart | None:
+        """The part, or None. Collective over ``context.group``."""
 
 
 def check_validation_parts(config: JobConfig, tokenizer: Tokenizer) -> None:
@@ -78,13 +95,30 @@ def check_data_of_validation_parts(config: JobConfig) -> None:
         VALIDATION_PARTS[name].check_data(config)
 
 
-def build_validation_parts(
-    config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup
-) -> list[ValidationPart]:
-    """The parts that the config asks for. Collective over ``group``."""
+def build_validation_parts(context: ValidationContext) -> list[ValidationPart]:
+    """The parts that the config asks for. Collective over ``context.group``."""
     factories: list[ValidationPartFactory] = [VALIDATION_PARTS[name] for name in VALIDATION_PARTS]
-    built = (factory.build(config, tokenizer, model, group) for factory in factories)
+    built = (factory.build(context) for factory in factories)
     return [part for part in built if part is not None]
+
+
+def read_microbatches(
+    loader: DataLoader, beginning: dict[str, Any], steps: int, microbatches: Microbatches, watched: Watched
+) -> Iterator[Microbatch]:
+    """The microbatches of up to ``steps`` batches (-1: of all) from the ``beginning`` of ``loader``.
+
+    The caller's work on the microbatches of a batch is in ``watched``, too.
+    """
+    loader.load_state_dict(beginning)
+    number = 0
+    with closing(loader):
+        while number != steps:
+            with watched():
+                batch = next(loader, None)
+                if batch is None:
+                    return
+                yield from microbatches(batch)
+            number += 1
 
 
 @dataclass(eq=False)
@@ -148,30 +182,16 @@ class Validator:
     @torch.no_grad()
     def _sums(self, loader: DataLoader, beginning: dict[str, Any], what: str) -> Tensor:
         """Sums over all ranks of loss in nats, tokens, and bytes of a source: float64, shape (3,)."""
-        loader.load_state_dict(beginning)
         sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
-        number = 0
-        with closing(loader):
-            while number != self.config.steps:
-                with self._watched(what):
-                    batch = next(loader, None)
-                    if batch is None:
-                        break
-                    sums += self._sums_of(batch)
-                    number += 1
-        dist.all_reduce(sums, group=self.model.mesh.loss.get_group())
-        return sums
-
-    def _sums_of(self, batch: Batch) -> Tensor:
-        """The sums of one batch on this rank."""
-        sums = torch.zeros(3, dtype=torch.float64, device=self.model.device)
-        for microbatch in self.microbatches(batch):
+        watched = partial(self._watched, what)
+        for microbatch in read_microbatches(loader, beginning, self.config.steps, self.microbatches, watched):
             loss = self.model.forward(microbatch)
             if not self.model.has_loss:
                 continue
             known = microbatch.labels != IGNORE_INDEX
             assert microbatch.label_bytes is not None
             sums += torch.stack((exact_nats(loss), known.sum().double(), (microbatch.label_bytes * known).sum()))
+        dist.all_reduce(sums, group=self.model.mesh.loss.get_group())
         return sums
 
 

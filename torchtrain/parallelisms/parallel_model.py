@@ -79,7 +79,8 @@ class ParallelModel:
     def forward_with_head(self, microbatch: Microbatch, head: Callable[[Tensor, nn.Module], Tensor]) -> Tensor | None:
         """Forward of one microbatch without backward; returns ``head(h, output)`` as ``Transformer.forward`` does.
 
-        On ranks without the last pipeline stage the result is None.
+        ``h`` has the shape (bs, seq, dim), and with tensor parallelism is a DTensor, of which ``output(h)`` is sharded
+        along the vocabulary. On ranks without the last pipeline stage the result is None.
         """
         tokens, _, positions, documents = microbatch[:4]
         with loss_parallel():

@@ -2,13 +2,10 @@
 
 import importlib.util
 
-import torch.distributed as dist
-
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError
-from torchtrain.metrics.validation import ValidationPart
-from torchtrain.parallelisms.parallel_model import ParallelModel
+from torchtrain.metrics.validation import ValidationContext, ValidationPart
 from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
 
 
@@ -24,13 +21,9 @@ class SamplesFactory:
         pass  # prompts are options
 
     @staticmethod
-    def build(
-        config: JobConfig,
-        tokenizer: Tokenizer,
-        model: ParallelModel,
-        group: dist.ProcessGroup,  # noqa: ARG004
-    ) -> ValidationPart | None:
-        return Samples(config, tokenizer, model) if config.validation.prompts else None
+    def build(context: ValidationContext) -> ValidationPart | None:
+        config = context.config
+        return Samples(config, context.tokenizer, context.model) if config.validation.prompts else None
 
 
 class TasksFactory:
@@ -49,11 +42,9 @@ class TasksFactory:
             load_tasks(config.validation)
 
     @staticmethod
-    def build(
-        config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup
-    ) -> ValidationPart | None:
-        if not config.validation.tasks:
+    def build(context: ValidationContext) -> ValidationPart | None:
+        if not context.config.validation.tasks:
             return None
         from torchtrain.plugins.evaluation.tasks import Tasks  # imports lm-evaluation-harness
 
-        return Tasks(config, tokenizer, model, group)
+        return Tasks(context.config, context.tokenizer, context.model, context.group)
