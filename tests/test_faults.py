@@ -297,15 +297,16 @@ def first_step_takes_4_seconds() -> Any:
 
 
 def slow_validation() -> Any:
-    from torchtrain.metrics.validation import Validator
+    from torchtrain.metrics import validation
 
-    original = Validator._sums_of
+    original = validation.read_microbatches
 
-    def slow(validator: Validator, batch: Any) -> Any:
-        time.sleep(0.3)
-        return original(validator, batch)
+    def slow(*arguments: Any) -> Any:
+        for microbatch in original(*arguments):
+            time.sleep(0.3)
+            yield microbatch
 
-    return patch.object(Validator, "_sums_of", slow)
+    return patch.object(validation, "read_microbatches", slow)
 
 
 def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninterrupted: Path) -> None:
