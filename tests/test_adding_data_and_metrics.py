@@ -144,6 +144,7 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
         ({"type": "sqlit"}, "data.type = 'sqlit' must be one of 'files', 'standard_library'"),
         ({"type": "hub"}, "data.type = 'hub' needs data.name"),
         ({"type": "files"}, "data.type = 'files' needs data.path"),
+        ({"type": "remote_files", "path": "a.txt"}, "'remote_files' is for URLs, and data.path = 'a.txt' is none"),
         ({"path": "a.txt", "options": {"a": 1}}, "data.options = {'a': 1} are for a type of your own"),
         ({"type": "hub", "name": "a", "sources": (SourceConfig(path="b"),)}, "a path, name or type .* exclude"),
     ],

@@ -157,6 +157,11 @@ def test_folders_of_a_missing_plugin_are_named(tmp_path: Path) -> None:
     assert f"{needs}prepared_data, which is not installed" in error_of("core", f"--data.path={prepared}")
     assert f"{needs}huggingface, which is not" in error_of("core", f"--checkpoint.initial_load_path={weights}")
     assert f"{needs}remote_data, which is not installed" in error_of("core", "--data.path=s3://bucket/text")
+    command = [sys.executable, "-c", f"{NO_EDITABLE}\nimport torchtrain.prepare\nsys.exit(torchtrain.prepare.main([]))"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "local")}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert result.returncode == 2
+    assert re.search(r"error: .* needs .*torchtrain\.plugins\.\w+.*not installed", result.stderr), result.stderr
     # Local data need neither the plugin of data over a network nor that of buckets.
     for path in (text, prepared):
         assert error_of("local", f"--data.path={path}", "--checkpoint.no-enable", code=0) == ""

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 
 from torchtrain.config.parse import from_toml, parse, to_toml
-from torchtrain.config.registry import Registry
+from torchtrain.config.registry import LINEAR_CONVERSIONS, Registry
 from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 
 
 def test_registry_returns_builtin_and_registered_entries():
@@ -89,3 +90,20 @@ def test_configs_with_options_of_own_components_are_hashable():
     config = from_toml(JobConfig, {"optimizer": {"options": {"adamw": {}}}}, checked=False)
     assert hash(config) == hash(JobConfig())
     assert config != JobConfig()
+
+
+def test_entry_that_imports_a_missing_plugin_names_it() -> None:
+    registry = Registry("an.option", {"a": "torchtrain.plugins.no_such.module:Thing", "b": "no_such_package:Thing"})
+    with pytest.raises(ConfigError, match=r"an.option = 'a' needs the plugin torchtrain.plugins.no_such, which is not"):
+        registry["a"]
+    with pytest.raises(ModuleNotFoundError, match="no_such_package"):
+        registry["b"]
+
+
+def test_linear_layers_are_converted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = JobConfig()
+    assert linear_conversion(config) is None
+    for name in ("one", "another"):
+        monkeypatch.setitem(LINEAR_CONVERSIONS._entries, name, lambda _: object())
+    with pytest.raises(ConfigError, match="converted once, and the config asks for another and one"):
+        linear_conversion(config)

@@ -110,6 +110,10 @@ def run_command(run: Callable[[], int]) -> int:
         if limit := limit_error(error):
             _log_once(limit, only_this_rank=True)
             return limit.exit_code
+        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("torchtrain.plugins."):
+            reported: TorchtrainError = ConfigError(f"this needs {error.name}, of a plugin that is not installed")
+            _log_once(reported, only_this_rank=True)
+            return reported.exit_code
         if not isinstance(error, OSError):
             if LOST_CONNECTION.search(str(error)):
                 time.sleep(SIGNAL_SECONDS)  # a signal that has ended another rank reaches this one, too
@@ -157,21 +161,18 @@ def plugin_command(module: str) -> Callable[..., int]:
 
     def main(argv: Sequence[str] | None = None) -> int:
         plugin = ".".join(module.split(".")[:3])
+        found: Exception
         try:
             implementation = import_module(module)
         except ModuleNotFoundError as error:
-            if error.name and f"{plugin}.".startswith(f"{error.name}."):
-                message = f"this command is of the plugin {plugin}, which is not installed"
-            elif error.name and error.name.startswith("torchtrain.plugins."):
-                message = f"this command needs {error.name}, of a plugin that is not installed"
-            else:
-                raise
+            is_own = error.name and f"{plugin}.".startswith(f"{error.name}.")
+            found = ConfigError(f"this command is of the plugin {plugin}, which is not installed") if is_own else error
         else:
             code: int = implementation.main(argv)
             return code
 
         def reject() -> int:
-            raise ConfigError(message)
+            raise found
 
         return run_command(reject)
 

@@ -130,7 +130,7 @@ rate as a factor of its peak."""
 
 
 def missing_plugin(error: ModuleNotFoundError) -> str | None:
-    """The plugin of this repository that ``error`` is about, which another one imports; None for another module."""
+    """The plugin of this repository whose module was not found; None if ``error`` is about another module."""
     parts = (error.name or "").split(".")
     return ".".join(parts[:3]) if parts[:2] == ["torchtrain", "plugins"] else None
 

@@ -123,8 +123,10 @@ class SourceSize:
     """Whether ``tokens`` is an estimate."""
 
 
-class SourceType:
-    """What a type of data sources can be asked before it is opened. ``DataSource`` is one, whose ``open`` calls it."""
+class SourceType(ABC):
+    """Opens sources of one type, and answers questions about them before. Its class methods are called, without an
+    instance. A ``DataSource`` class is its own type: its ``open`` calls the constructor.
+    """
 
     @classmethod
     def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
@@ -132,13 +134,13 @@ class SourceType:
         return None
 
     @classmethod
+    @abstractmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":
         """Open a source on each rank. ``answer`` is the result of ``ask_once``.
 
         Raises:
             DataError: the data are missing, or do not match ``config``. An error of one rank is raised on all ranks.
         """
-        raise NotImplementedError
 
     @classmethod
     def pin(cls, config: One, saved: Callable[[], Sequence[SourceConfig]], section: str) -> One:  # noqa: ARG003
@@ -181,7 +183,7 @@ class FolderFormat(ABC):
         """Open the folder on each rank; raises as ``SourceType.open`` does."""
 
 
-class DataSource(SourceType, ABC):
+class DataSource(SourceType):
     """A source of windows of tokens. It is opened in one thread and read in another.
 
     The window of a row of a step may depend on ``StreamRequest`` without ``rows``, on the config of the source, on the

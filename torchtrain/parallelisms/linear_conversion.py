@@ -16,7 +16,7 @@ from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, LinearStyles
 class LinearConversion(ABC):
     """Converts the linear layers of the blocks; see ``LINEAR_CONVERSIONS``.
 
-    It is built anew wherever it is asked, from the config alone, and so must not keep state.
+    Each caller of ``linear_conversion`` builds its own instance from the config, so that instances must have no state.
     """
 
     @abstractmethod
