@@ -278,12 +278,13 @@ def slow_data() -> Iterator[None]:
 
 def test_rank_that_waits_for_data_is_logged_as_a_straggler(tmp_path: Path) -> None:
     options = ["--metrics.straggler_freq=4", "--training.steps=8", "--checkpoint.no-enable"]
-    finish(tmp_path, *options, "--metrics.straggler_factor=1.2", hook=slow_data)
+    options += ["--metrics.straggler_factor=1.2", "--data.prefetch=0"]  # nothing is read during a slow step
+    finish(tmp_path, *options, hook=slow_data)
     found = [
         line for line in read_metrics(tmp_path) if line.get("event") == "straggler" and line["kind"] == "data wait"
     ]
     assert [(line["step"], line["rank"]) for line in found] == [(4, 1), (8, 1)]
-    assert all(line["seconds"] > 0.2 for line in found)
+    assert all(line["seconds"] >= 0.3 > line["median_seconds"] for line in found)
 
 
 def test_ranks_of_equal_speed_are_not_stragglers(gloo: GlooPool) -> None:
