@@ -199,7 +199,8 @@ def test_transient_errors_are_retried(remote: Remote, pauses: list[float], caplo
 
 def test_persistent_error_names_the_source_and_the_position(remote: Remote, pauses: list[float]) -> None:
     remote.next = [None, None, *[ConnectionError("reset")] * 99]
-    message = rf"cannot continue to read data.name = '{remote.name}' .* at file 0 of 1, document [1-9]\d*: .*reset"
+    place = r"at file 0 of 1, part 0 of 2, document [1-9]\d*"
+    message = rf"cannot continue to read data.name = '{remote.name}' .* {place}: .*reset"
     with pytest.raises(StorageError, match=message):
         list(remote.source.read(0, 0))
     assert StorageError.exit_code == 74  # the command may be repeated later
@@ -208,6 +209,7 @@ def test_persistent_error_names_the_source_and_the_position(remote: Remote, paus
 
 
 def test_permanent_error_is_not_retried(remote: Remote, pauses: list[float]) -> None:
+    """Nor is it taken for a part without text, in which lines are not missed."""
     remote.next = [None, ValueError("bad bytes")]
     with pytest.raises(DataError, match="bad bytes"):
         list(remote.source.read(0, 0))

@@ -432,12 +432,13 @@ def test_malformed_lines_are_skipped_and_counted(tmp_path: Path, log: pytest.Log
 def test_malformed_lines_of_streamed_files_are_skipped_and_counted(
     tmp_path: Path, log: pytest.LogCaptureFixture, streams: int
 ) -> None:
-    (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n")
+    size = (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n") // 2 - 7
     source = opened_text(SourceConfig(name=str(tmp_path)), streams)
     found = [text for unit in range(source.parts) for _, text in source.read(unit, 0) if text]
     assert sorted(found) == sorted(DOCUMENTS * 2)
-    assert "skipped 1 malformed line(s) so far: train.jsonl: line 61" in log.text
-    assert "skipped 2 malformed line(s) so far: train.jsonl: line 122" in log.text
+    places = ("line 61", "line 122") if streams == 1 else (f"the line at byte {n}" for n in (size, 2 * size + 7))
+    for number, place in enumerate(places, 1):
+        assert f"skipped {number} malformed line(s) so far: train.jsonl: {place}" in log.text
     assert (source.malformed, source.skipped) == (2, 0)
 
 
@@ -785,3 +786,39 @@ def test_reading_starts_at_any_document(kind: str) -> None:
     for start in (0, 255, 256, 300, 500, 599):
         raw = io.BytesIO(out.getvalue())
         assert list(file_formats.documents(raw, f"a.{kind}", "text", start, text_by_line=True)) == lines[start:]
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 50])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt by line", "txt"])
+def test_shares_of_a_file_contain_each_document_once(kind: str, shares: int) -> None:
+    """From any document on, also where a border is in the middle of a line, of a character or of a row group."""
+    documents = [f"{n} zwölf 字" * (n % 5) for n in range(200)]
+    if kind == "parquet":
+        content = io.BytesIO()
+        pyarrow.parquet.write_table(pyarrow.table({"text": documents}), content, row_group_size=70)
+        raw = content.getvalue()
+    elif kind == "jsonl":
+        raw = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in documents).encode()
+    else:
+        documents = documents if kind == "txt by line" else [f"{text} words" * 600 for text in documents]
+        raw = "\n".join([*documents, ""]).encode()
+    name = f"corpus.{kind.split()[0]}"
+    assert file_formats.has_shares(name, len(raw), text_by_line="line" in kind)
+
+    def read(share: int, start: int = 0) -> list[str | None]:
+        texts = file_formats.documents_of_share(
+            io.BytesIO(raw), name, len(raw), "text", share, shares, start, text_by_line="line" in kind
+        )
+        return list(texts)
+
+    parts = [read(share) for share in range(shares)]
+    joined = [text or "" for part in parts for text in part]
+    assert "".join(joined) == raw.decode() if kind == "txt" else joined == documents
+    for share, part in enumerate(parts):
+        for start in (1, len(part) // 2, len(part), len(part) + 3):
+            assert read(share, start) == part[start:]
+
+
+def test_files_that_are_read_as_a_whole_have_no_shares() -> None:
+    for name in ("a.jsonl.gz", "a.json", "a.csv", "a.txt.zst", "a.arrow", "a.txt"):
+        assert not file_formats.has_shares(name, 1000)

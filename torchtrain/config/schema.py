@@ -482,8 +482,8 @@ class SourceConfig(Section):
     text_column: str = "text"
     """Name of the column that contains the documents."""
     skip_not_utf8: bool = False
-    """Skip files that are not UTF-8 (of streamed files the rest, from there on), and log their number. false: such a
-    file is an error. It does not apply to datasets of the hub."""
+    """Skip files that are not UTF-8 (of streamed files the rest of the part that is read, from there on), and log their
+    number. false: such a file is an error. It does not apply to datasets of the hub."""
     weight: float = 1.0
     """Share of the tokens that come from this source, relative to the weights of the other sources. 0: none; the source
     is only opened, and keeps its position for a later stage."""

@@ -120,16 +120,62 @@ def documents_in_range(
     return _texts_in_range(raw, column, start, stop, on_malformed)
 
 
+def has_shares(name: str, size: int, *, text_by_line: bool = False) -> bool:
+    """Whether ``documents_of_share`` can read a share of the file ``name`` of ``size`` bytes without the others."""
+    kind, compression = kind_of(name)
+    if kind in ("txt", "md"):
+        return not compression and (text_by_line or size > LARGEST_TEXT_FILE_BYTES)
+    return is_splittable(name)
+
+
+def documents_of_share(
+    raw: BinaryIO,
+    name: str,
+    size: int,
+    column: str,
+    share: int,
+    shares: int,
+    start: int = 0,
+    *,
+    text_by_line: bool = False,
+    on_malformed: OnMalformed = ignore,
+) -> Iterator[str | None]:
+    """The documents of a share of a file, from its document ``start`` on.
+
+    The ``shares`` have as many bytes each, of Parquet as many rows. Together they contain each document once; a large
+    text file may be divided into other documents. Raises the errors of ``documents``.
+
+    Args:
+        raw: the file.
+        name: its name; ``has_shares`` must be true for it, unless ``shares`` is 1.
+        size: its size in bytes.
+        column, start, text_by_line, on_malformed: see ``documents``.
+        share: number of the share, in ``range(shares)``.
+    """
+    kind, _ = kind_of(name)
+    if kind == "parquet":
+        return _parquet(raw, column, start, share=(share, shares))
+    if shares == 1:
+        return documents(raw, name, column, start, text_by_line=text_by_line, on_malformed=on_malformed)
+    begin, stop = size * share // shares, size * (share + 1) // shares
+    if kind == "jsonl":
+        texts = _texts_in_range(raw, column, begin, stop, on_malformed)
+    elif text_by_line:
+        texts = (line for _, line in _lines_in_range(raw, begin, stop))
+    else:
+        texts = _pieces_in_range(raw, begin, stop)
+    return itertools.islice(texts, start, None)
+
+
 def _texts_in_range(
     raw: BinaryIO, column: str, start: int, stop: int, on_malformed: OnMalformed
 ) -> Iterator[str | None]:
+    found = _TextColumn(column)
     rows = ((f"the line at byte {offset}", _row(line)) for offset, line in _lines_in_range(raw, start, stop))
+    yield from found.texts(rows, on_malformed)
     try:
-        yield from _texts(rows, column, on_malformed)
-    except NotUTF8Error:
-        raise
-    except DataError:
-        # There is no text in this range. It is an error only if there is none in the whole file either.
+        found.require_text()
+    except DataError:  # It is an error only if there is no text in the whole file either.
         whole = (_row(line) for _, line in _lines_in_range(raw, 0, sys.maxsize))
         if not any(isinstance(row, dict) and isinstance(row.get(column, 0), str | None) for row in whole):
             raise
@@ -248,34 +294,50 @@ def _decoded(lines: Iterator[bytes]) -> Iterator[str]:
         offset += len(line) + 1
 
 
+class _TextColumn:
+    """The column of rows without a schema, and what is known of their columns."""
+
+    def __init__(self, column: str) -> None:
+        self.column = column
+        self.columns: dict[str, None] = {}
+        self.kinds: set[str] = set()  # types of the values in the column
+        self.begin = ""  # start of the first row that is not a JSON object
+
+    def texts(self, rows: Iterable[tuple[str, object]], on_malformed: OnMalformed) -> Iterator[str | None]:
+        """The texts of ``rows``, which are pairs of location and row."""
+        for location, row in rows:
+            if isinstance(row, dict):
+                if len(self.columns) < 100:
+                    self.columns.update(dict.fromkeys(row))
+                if self.column in row:
+                    self.kinds.add(type(row[self.column]).__name__)
+                yield row[self.column] or None if isinstance(row.get(self.column), str) else None
+                continue
+            if line := str(row).strip():
+                self.begin = self.begin or line[:40]
+                on_malformed(location)
+            yield ""
+
+    def require_text(self) -> None:
+        """Raise DataError if there were rows, and none has text in the column."""
+        if self.columns and not self.kinds:
+            require_column(self.column, list(self.columns))
+        if self.begin and not self.columns:
+            raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {self.begin!r}")
+        if self.kinds and not self.kinds & {"str", "NoneType"}:
+            kinds = ", ".join(sorted(self.kinds))
+            raise DataError(f"the column {self.column!r} (text_column) holds {kinds}, not text")
+
+
 def _texts(
     rows: Iterable[tuple[str, object]], column: str, on_malformed: OnMalformed, *, check: bool = True
 ) -> Iterator[str | None]:
     """``column`` of rows without a schema, given as pairs of location and row. With ``check``, DataError at the end if
     no row has text there."""
-    columns: dict[str, None] = {}
-    kinds: set[str] = set()  # types of the values in the column
-    begin = ""  # start of the first row that is not a JSON object
-    for location, row in rows:
-        if isinstance(row, dict):
-            if len(columns) < 100:
-                columns.update(dict.fromkeys(row))
-            if column in row:
-                kinds.add(type(row[column]).__name__)
-            yield row[column] or None if isinstance(row.get(column), str) else None
-            continue
-        if line := str(row).strip():
-            begin = begin or line[:40]
-            on_malformed(location)
-        yield ""
-    if not check:
-        return
-    if columns and not kinds:
-        require_column(column, list(columns))
-    if begin and not columns:
-        raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {begin!r}")
-    if kinds and not kinds & {"str", "NoneType"}:
-        raise DataError(f"the column {column!r} (text_column) holds {', '.join(sorted(kinds))}, not text")
+    found = _TextColumn(column)
+    yield from found.texts(rows, on_malformed)
+    if check:
+        found.require_text()
 
 
 def _row(line: str) -> object:
@@ -339,9 +401,29 @@ def _table(
             yield ""
 
 
-def _pieces(blocks: Iterator[bytes]) -> Iterator[str | None]:
-    """The documents of a text file that is read sequentially, for example because it is compressed."""
-    buffer, begin, largest = b"", 0, LARGEST_TEXT_FILE_BYTES
+def start_of_piece(raw: BinaryIO, offset: int) -> int:
+    """The first offset from ``offset`` on at which a document of a text file may begin."""
+    raw.seek(offset)
+    block = raw.read(PIECE_BYTES)
+    return offset if offset == 0 or not block else offset + find_cut(block)
+
+
+def _pieces_in_range(raw: BinaryIO, start: int, stop: int) -> Iterator[str | None]:
+    """The documents of a large text file that begin about in ``range(start, stop)``, which is in bytes."""
+    begin, end = start_of_piece(raw, start), start_of_piece(raw, stop)
+    raw.seek(begin)
+    sizes = (min(_BLOCK_BYTES, end - offset) for offset in range(begin, end, _BLOCK_BYTES))
+    return _pieces(map(raw.read, sizes), begin, 2 * PIECE_BYTES)
+
+
+def _pieces(blocks: Iterator[bytes], begin: int = 0, largest: int = LARGEST_TEXT_FILE_BYTES) -> Iterator[str | None]:
+    """The documents of a text file that is read sequentially, for example because it is compressed.
+
+    Args:
+        begin: offset of the first block in the file.
+        largest: up to this size, the blocks are one document.
+    """
+    buffer = b""
     for block in blocks:
         buffer += block
         while len(buffer) > largest:
@@ -398,25 +480,33 @@ def require_utf8_file(raw: BinaryIO, name: str, *, whole: bool) -> None:
         line += block.count(b"\n")
 
 
-def _parquet(raw: BinaryIO, column: str, start: int, within: range | None = None) -> Iterator[str | None]:
-    """Documents of a Parquet file; reads only ``column``, from the row group of document ``start`` on.
+def _parquet(
+    raw: BinaryIO, column: str, start: int, within: range | None = None, share: tuple[int, int] = (0, 1)
+) -> Iterator[str | None]:
+    """Documents of a Parquet file; reads only ``column``, and only the row groups of these documents.
 
-    ``within``: read only row groups whose first byte is in this range.
+    Args:
+        start: number of the first document, in the share.
+        within: read only row groups whose first byte is in this range.
+        share: number of the share of the rows to read, and number of shares.
     """
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_text(column, parquet.schema_arrow)
+    total, (number, shares) = parquet.metadata.num_rows, share
+    start, stop = total * number // shares + start, total * (number + 1) // shares
     first = 0  # row of the batch
     for group in range(parquet.num_row_groups):
         rows = parquet.metadata.row_group(group).num_rows
         is_within = within is None or _first_byte(parquet.metadata.row_group(group)) in within
-        if first + rows <= start or not is_within:
+        if first + rows <= start or first >= stop or not is_within:
             first += rows
             continue
         for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
             skipped = min(max(0, start - first), len(batch))
-            yield from _values(batch.column(column).slice(skipped), first + skipped)
+            wanted = batch.column(column).slice(skipped, max(0, stop - first - skipped))
+            yield from _values(wanted, first + skipped)
             first += len(batch)
 
 

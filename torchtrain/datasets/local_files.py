@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import xxhash
 
@@ -29,11 +29,11 @@ from torchtrain.datasets.file_formats import (
     Reader,
     decode_piece,
     documents,
-    find_cut,
     ignore,
     kind_of,
     require_utf8,
     require_utf8_file,
+    start_of_piece,
 )
 from torchtrain.datasets.find_files import find_files
 from torchtrain.datasets.text_sources import DatasetText, LocalText, read_with_retries
@@ -451,7 +451,7 @@ class _Pieces:
 def _read_piece(path: Path, start: int, stop: int) -> str | None:
     def read() -> tuple[bytes, int]:
         with path.open("rb") as file:
-            begin, end = _start_of_piece(file, start), _start_of_piece(file, stop)
+            begin, end = start_of_piece(file, start), start_of_piece(file, stop)
             file.seek(begin)
             return file.read(end - begin), begin
 
@@ -461,10 +461,3 @@ def _read_piece(path: Path, start: int, stop: int) -> str | None:
     except DataError as error:  # it is not UTF-8
         logger.warning("%s: %s; the document is skipped", path, error)
         return None
-
-
-def _start_of_piece(file: BinaryIO, offset: int) -> int:
-    """The first offset from ``offset`` on at which a piece may begin."""
-    file.seek(offset)
-    block = file.read(PIECE_BYTES)
-    return offset if offset == 0 or not block else offset + find_cut(block)

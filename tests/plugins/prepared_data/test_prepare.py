@@ -271,7 +271,7 @@ def test_disk_failure_in_a_worker_raises_a_storage_error(tmp_path: Path, monkeyp
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr("torchtrain.datasets.local_files._start_of_piece", fail)
+    monkeypatch.setattr("torchtrain.datasets.local_files.start_of_piece", fail)
     monkeypatch.setattr("torchtrain.datasets.text_sources.PAUSES_SECONDS", ())
     with pytest.raises(StorageError, match=r"a.txt cannot be read: Input/output error"):
         prepare(SourceConfig(path=text_folder(tmp_path / "texts")), "data", "", tmp_path / "prepared", processes=1)

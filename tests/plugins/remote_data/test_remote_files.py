@@ -1,5 +1,8 @@
 """Data on file systems of fsspec, here in memory: verification, changed objects, hosts in URLs, encodings."""
 
+import gzip
+import hashlib
+import itertools
 import json
 import re
 import shutil
@@ -10,6 +13,8 @@ from typing import Any, ClassVar
 
 import fsspec
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
@@ -28,6 +33,7 @@ from torchtrain.plugins.prepared_data import remote_folder, tokenize_dataset
 from torchtrain.plugins.prepared_data.data_folder import LocalFolder
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import verify
+from torchtrain.plugins.remote_data import streamed_text
 from torchtrain.plugins.remote_data.remote_files import RemoteFile, identify_remote
 
 
@@ -209,21 +215,36 @@ def documents_in_order(loader: DataLoader, steps: int) -> list[int]:
     ]
 
 
-@pytest.mark.parametrize("files", [1, 4])
-def test_streamed_documents_are_shuffled_anew_in_each_epoch(tmp_path: Path, files: int) -> None:
+def write_texts(path: Path, texts: list[str]) -> None:
+    """Write a file of a format that is read in shares (Parquet in one row group), or that is not (compressed)."""
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        return
+    write_jsonl(path, texts)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"), [(1, "jsonl"), (4, "jsonl"), (20, "jsonl"), (1, "jsonl.gz"), (1, "parquet"), (4, "parquet")]
+)
+def test_streamed_documents_are_shuffled_anew_in_each_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, kind: str
+) -> None:
     """With fewer files than readers, and exactly again after a resume within a block, on any number of ranks."""
+    monkeypatch.setattr(streamed_text, "SHARE_BYTES", 4000)  # one file has more parts than there are readers
     texts = [f"doc{number:04d} {'word ' * 8}" for number in range(800)]
     for number in range(files):
-        write_jsonl(tmp_path / f"part{number}.jsonl", texts[number::files])
+        write_texts(tmp_path / f"part{number}.{kind}", texts[number::files])
     config = DataConfig(path=tmp_path.as_uri())
     loader = make_loader(config, seq_len=64)
     order = documents_in_order(loader, 60)
-    first, second = order[:700], order[760:1460]
-    assert len(set(first)) == 700
+    first, second = order[:400], order[900:1300]
+    assert len(set(first)) == 400
     shared = [number for number in first if number in set(second)]
     places = [[epoch.index(number) for number in shared] for epoch in (first, second)]
     assert abs(np.corrcoef(*places)[0, 1]) < 0.2
-    assert abs(np.corrcoef(range(700), first)[0, 1]) < 0.2  # nor is the first epoch in the order of the files
+    assert abs(np.corrcoef(range(400), first)[0, 1]) < 0.2  # nor is the first epoch in the order of the files
 
     loader = make_loader(config, seq_len=64)
     take(loader, 7)
@@ -235,6 +256,38 @@ def test_streamed_documents_are_shuffled_anew_in_each_epoch(tmp_path: Path, file
         resumed.load_state_dict({"rows": state["rows"][rows.start : rows.stop]})
         parts.append(take(resumed, 3))
     assert torch.equal(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_large_file_is_divided_among_its_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Each reads its own part of the file, and all parts together contain each document once."""
+    for size_of_request in ("plugins.remote_data.remote_files.RANGE_BYTES", "datasets.file_formats._BLOCK_BYTES"):
+        monkeypatch.setattr(f"torchtrain.{size_of_request}", 1 << 14)
+    monkeypatch.setattr(streamed_text, "SHARE_BYTES", 1 << 19)
+    texts = [f"doc{number:06d} {hashlib.sha512(bytes(number)).hexdigest() * 2}\n" for number in range(6000)]
+    path = tmp_path / f"corpus.{kind}"
+    if kind == "parquet":
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=500, compression=None)
+    elif kind == "txt":
+        path.write_text("".join(texts))
+    else:
+        write_jsonl(path, texts)
+    fetched: list[int] = []
+    read = RemoteFile._read
+
+    def counted(*arguments: Any) -> bytes:
+        fetched.append(arguments[-1] - arguments[-2])
+        return read(*arguments)
+
+    monkeypatch.setattr(RemoteFile, "_read", counted)
+    source = opened_text(SourceConfig(path=path.as_uri()), readers=3)
+    size = path.stat().st_size
+    assert source.parts == -(-size // (1 << 19)) >= 3
+    fetched.clear()
+    parts = [[text or "" for _, text in source.read(part, 0)] for part in range(source.parts)]
+    assert "".join(itertools.chain.from_iterable(parts)) == "".join(texts)
+    assert max(map(len, parts)) < 1.1 * min(map(len, parts)) + 3
+    assert sum(fetched) < 1.5 * size
 
 
 def test_prepare_that_continues_with_another_division_begins_again(memory: MemoryFileSystem, tmp_path: Path) -> None:

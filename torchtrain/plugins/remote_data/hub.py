@@ -33,7 +33,8 @@ from torchtrain.datasets.file_formats import (
     OnMalformed,
     decode_value,
     documents,
-    ignore,
+    documents_of_share,
+    has_shares,
     kind_of,
     require_text,
 )
@@ -44,7 +45,7 @@ from torchtrain.files import TRANSIENT_ERRNOS, hash_of, is_url, with_retries
 from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.object_store import causes
 from torchtrain.plugins.remote_data.remote_files import HEAD_ROWS, RangeFile
-from torchtrain.plugins.remote_data.streamed_text import StreamedText
+from torchtrain.plugins.remote_data.streamed_text import StreamedFile, StreamedText
 
 T = TypeVar("T")
 
@@ -182,7 +183,7 @@ def open_streamed(
         files: the result of ``list_files``.
         verify_bytes: files of a local folder are hashed in full up to this total size.
     """
-    read_files = [partial(_read, url, size, source.text_column) for url, size in files]
+    streamed = [_streamed_file(url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # URLs contain the revision
     of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
 
@@ -190,7 +191,7 @@ def open_streamed(
         local = _local_files(source, label)
         return identify(local, verify_bytes) if local else Identity(of_names, _table_of(files))
 
-    return StreamedText(read_files, readers, label, identify_source)
+    return StreamedText(streamed, readers, label, identify_source)
 
 
 def _table_of(files: Iterable[tuple[str, int]]) -> FileTable:
@@ -265,13 +266,19 @@ def _list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
         raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
     files = [(url, xgetsize(url)) for url in urls]
     try:
-        head = _read(*files[0], source.text_column, 0, head=HEAD_ROWS) if files else ()
-        empty = not list(itertools.islice(head, HEAD_ROWS + 1))
+        empty = not files or not _head(*files[0], source.text_column)
     except DataError as error:
         raise DataError(f"{label}: {urls[0].rpartition('/')[2]}: {error}") from None
     if empty:
         raise DataError(f"{label} has no documents")
     return files
+
+
+def _head(url: str, size: int, column: str) -> list[str | None]:
+    """The first documents of a file."""
+    with _open(url, size) as raw:
+        head = documents(raw, url.rpartition("/")[2], column, text_by_line=True, head=HEAD_ROWS)
+        return list(itertools.islice(head, HEAD_ROWS + 1))
 
 
 def _builder(source: SourceConfig, cache: str | None = None) -> datasets.DatasetBuilder:
@@ -291,18 +298,26 @@ def _fetch_card(source: SourceConfig) -> None:
         pass
 
 
-def _read(
-    url: str, size: int, column: str, start: int, on_malformed: OnMalformed = ignore, head: int | None = None
-) -> Iterator[str | None]:
+def _streamed_file(url: str, size: int, column: str) -> StreamedFile:
     name = url.rpartition("/")[2]
 
+    def read(share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
+        def on_malformed_line(location: str) -> None:
+            on_malformed(f"{name}: {location}")
+
+        with _open(url, size) as raw:
+            yield from documents_of_share(
+                raw, name, size, column, share, shares, start, text_by_line=True, on_malformed=on_malformed_line
+            )
+
+    return StreamedFile(size, has_shares(name, size, text_by_line=True), read)
+
+
+def _open(url: str, size: int) -> RangeFile:
     def fetch(start: int, end: int) -> bytes:
         return with_network_retries(partial(_fetch, url, size, start, end), url)
 
-    with RangeFile(url, size, fetch) as raw:
-        yield from documents(
-            raw, name, column, start, text_by_line=True, head=head, on_malformed=lambda p: on_malformed(f"{name}: {p}")
-        )
+    return RangeFile(url, size, fetch)
 
 
 def _fetch(url: str, size: int, start: int, end: int) -> bytes:

@@ -13,7 +13,17 @@ import xxhash
 
 from torchtrain.config.registry import FOLDER_FORMATS
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
-from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, OnMalformed, Reader, documents, ignore, kind_of
+from torchtrain.datasets.file_formats import (
+    SUFFIXES,
+    NotUTF8Error,
+    OnMalformed,
+    Reader,
+    documents,
+    documents_of_share,
+    has_shares,
+    ignore,
+    kind_of,
+)
 from torchtrain.datasets.local_files import identify
 from torchtrain.datasets.mixed_folder import kinds_of_descriptions, log_left_out
 from torchtrain.errors import DataError, TorchtrainError
@@ -26,8 +36,9 @@ from torchtrain.plugins.object_storage.object_store import (
     with_store_retries,
 )
 from torchtrain.plugins.remote_data.range_cache import RangeCache
+from torchtrain.plugins.remote_data.streamed_text import StreamedFile
 
-RANGE_BYTES = 1 << 23  # size of a range request for a file that is read sequentially
+RANGE_BYTES = 1 << 23  # size of a range request for a file other than Parquet
 
 HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
 
@@ -71,12 +82,14 @@ class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
 
     def __init__(self, url: str, size: int, fetch: Callable[[int, int], bytes]):
         self._fetch = fetch
-        # The reader of Parquet requests exactly the bytes that it needs.
-        cache = "none" if kind_of(url)[0] == "parquet" else "readahead"
-        super().__init__(None, url, block_size=RANGE_BYTES, cache_type=cache, size=size)
+        # The reader of Parquet requests exactly the bytes that it needs. Of other files whole blocks are requested, so
+        # that wherever a reader begins, it finds in the RangeCache what another one has read.
+        of_parquet, of_others = {"cache_type": "none"}, {"cache_type": "blockcache", "cache_options": {"maxblocks": 2}}
+        cache = of_parquet if kind_of(url)[0] == "parquet" else of_others
+        super().__init__(None, url, block_size=RANGE_BYTES, size=size, **cache)
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        return self._fetch(start, end)
+        return self._fetch(start, min(end, self.size))
 
 
 def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[RemoteFile]:
@@ -228,12 +241,18 @@ def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed)
     return itertools.islice(documents(raw, name, column, head=HEAD_ROWS, on_malformed=on_malformed), HEAD_ROWS + 1)
 
 
-def streamed_documents(
-    file: RemoteFile, column: str, cache: RangeCache | None, start: int, on_malformed: OnMalformed
-) -> Iterator[str | None]:
-    """The documents of a file for ``StreamedText``."""
+def streamed_file(file: RemoteFile, column: str, cache: RangeCache | None) -> StreamedFile:
+    """``file`` for ``StreamedText``."""
 
-    def on_malformed_line(location: str) -> None:
-        on_malformed(f"{file.name}: {location}")
+    def read(share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
+        def on_malformed_line(location: str) -> None:
+            on_malformed(f"{file.name}: {location}")
 
-    return documents_of_remote(file, column, on_malformed_line, start=start, cache=cache)
+        def read_share(raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
+            return documents_of_share(
+                raw, file.name, file.size, column, share, shares, start, on_malformed=on_malformed
+            )
+
+        return documents_of_remote(file, column, on_malformed_line, read_share, cache=cache)
+
+    return StreamedFile(file.size, has_shares(file.name, file.size), read)

@@ -16,7 +16,7 @@ from torchtrain.plugins.remote_data.remote_files import (
     find_remote_files,
     identify_remote,
     require_text_in_head,
-    streamed_documents,
+    streamed_file,
 )
 from torchtrain.plugins.remote_data.streamed_text import StreamedText
 
@@ -46,7 +46,7 @@ class RemoteFiles(SourceType):
             return opened
         cache = cache_of(context)
         return StreamedText(
-            [partial(streamed_documents, file, config.text_column, cache) for file in answer],
+            [streamed_file(file, config.text_column, cache) for file in answer],
             context.readers,
             f"{context.section}.path = {config.path!r}",
             partial(identify_remote, answer, context.verify_bytes),

@@ -4,7 +4,9 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
@@ -15,45 +17,77 @@ from torchtrain.datasets.packing import TextSource
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.logging import logger
 
-Documents = Callable[[int, OnMalformed], Iterator[str | None]]
 SHUFFLED_DOCUMENTS = 128  # which each reader has in memory, to shuffle them
+SHARE_BYTES = 128 << 20  # a file that can be read in shares has one for each such number of bytes
+
+
+class ReadShare(Protocol):
+    """Reads documents of a file."""
+
+    def __call__(self, share: int, shares: int, start: int, on_malformed: OnMalformed, /) -> Iterator[str | None]:
+        """The documents of share number ``share`` of ``shares``, from its document ``start`` on.
+
+        ``on_malformed`` is called with the location of each malformed line.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class StreamedFile:
+    """A file whose documents are streamed."""
+
+    size: int
+    """Its size in bytes."""
+    has_shares: bool
+    """Whether a share of it can be read without the others. If not, ``read`` is called with one share only."""
+    read: ReadShare
 
 
 class StreamedText(TextSource):
     """Files that are read over the network as they are needed.
 
-    In each epoch the files are read in another order, and the documents of each are shuffled in blocks of
-    ``SHUFFLED_DOCUMENTS``. A part is a file. With fewer files than readers, the documents of each file are divided
-    among several parts, each of which reads the whole file and keeps its share.
+    A part is a share of a file: about ``SHARE_BYTES``, or less if there would be fewer parts than readers. In each
+    epoch the parts are read in another order, and the documents of each are shuffled in blocks of
+    ``SHUFFLED_DOCUMENTS``. A file that cannot be read in shares is read in whole by each of its readers, which keep
+    every n-th document.
 
     Args:
-        files: for each file a function that returns its documents from a given number on. Its second argument is called
-            with the location of each malformed line.
+        files: the files.
         readers: number of readers.
         identify: returns the identity of the documents.
-        skip_not_utf8: read a file up to the first document that is not UTF-8, and count such files.
+        skip_not_utf8: read a part up to the first document that is not UTF-8, and count such files.
     """
 
     one_reader_per_row = False
 
     def __init__(
         self,
-        files: Sequence[Documents],
+        files: Sequence[StreamedFile],
         readers: int,
         name: str,
         identify: Callable[[], Identity],
         *,
         skip_not_utf8: bool = False,
     ):
-        self._shares = math.ceil(readers / len(files))
-        super().__init__(len(files) * self._shares, name)
-        self._read_files = files
+        self._files = files
+        fewest = math.ceil(readers / len(files))
+        shares = [max(fewest, -(-file.size // SHARE_BYTES)) if file.has_shares else fewest for file in files]
+        self._parts = [(number, share, of) for number, of in enumerate(shares) for share in range(of)]
+        super().__init__(len(self._parts), name)
         self._identify = identify
         self._skip_not_utf8 = skip_not_utf8
         logger.info(
-            "%s: %d file(s) are streamed by %d reader(s); each shuffles blocks of %d documents",
-            *(name, len(files), readers, SHUFFLED_DOCUMENTS),
+            "%s: %d file(s) are streamed in %d part(s) by %d reader(s), in another order each epoch; each reader "
+            "shuffles blocks of %d documents",
+            *(name, len(files), self.parts, readers, SHUFFLED_DOCUMENTS),
         )
+        whole = sum(not file.has_shares for file in files)
+        if whole and fewest > 1:
+            logger.info(
+                "%s: %d file(s) of a format that cannot be read in parts are read as a whole by %d readers each: "
+                "prepare such data (torchtrain.prepare), or give at least %d files",
+                *(name, whole, fewest, readers),
+            )
         self.not_utf8: set[int] = set()
         """Numbers of the files, found so far, that are not UTF-8."""
 
@@ -71,7 +105,7 @@ class StreamedText(TextSource):
         # Documents are shuffled in blocks, so that a place in the order is a place in a block: a run resumes at any
         # place by reading its block again.
         first = start - start % SHUFFLED_DOCUMENTS
-        documents = self.read(part, first * self._shares)
+        documents = self.read(part, first)
         while block := [text for _, text in itertools.islice(documents, SHUFFLED_DOCUMENTS)]:
             order = permute(np.arange(len(block)), len(block), stream_seed(seed, first))
             for place in range(max(0, start - first), len(block)):
@@ -79,32 +113,36 @@ class StreamedText(TextSource):
             first += SHUFFLED_DOCUMENTS
 
     def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
-        number, share = divmod(part, self._shares)
-        file = f"file {number} of {len(self._read_files)}"
+        number, share, shares = self._parts[part]
+        where = f"file {number} of {len(self._files)}" + f", part {share} of {shares}" * (shares > 1)
         began, resumed = time.monotonic(), start > 0
-        on_malformed = ignore if share else self.count_malformed  # all shares read all lines
-        start += (share - start) % self._shares
         if resumed:
-            logger.info("%s: reading %s up to document %d, where the run resumes", self.name, file, start)
+            logger.info("%s: reading %s up to document %d, where the run resumes", self.name, where, start)
         try:
-            for text in itertools.islice(self._read_files[number](start, on_malformed), 0, None, self._shares):
+            for text in self._documents(self._files[number], share, shares, start):
                 if resumed:
                     logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
                     resumed = False
                 yield start, text
-                start += self._shares
+                start += 1
         except Exception as error:  # Each format's reader has its own errors for a damaged file.
             if self._skip_not_utf8 and isinstance(error, NotUTF8Error):
-                self._count_not_utf8(number, start, error)
+                self._count_not_utf8(where, number, start, error)
                 return
             is_ours = isinstance(error, TorchtrainError)
             kind, reason = (type(error), error) if is_ours else (DataError, repr(error))
-            raise kind(f"cannot continue to read {self.name} at {file}, document {start}: {reason}") from error
+            raise kind(f"cannot continue to read {self.name} at {where}, document {start}: {reason}") from error
 
-    def _count_not_utf8(self, number: int, document: int, error: NotUTF8Error) -> None:
+    def _documents(self, file: StreamedFile, share: int, shares: int, start: int) -> Iterator[str | None]:
+        if file.has_shares:
+            return file.read(share, shares, start, self.count_malformed)
+        on_malformed = ignore if share else self.count_malformed  # all readers of the file read all lines
+        return itertools.islice(file.read(0, 1, share + start * shares, on_malformed), 0, None, shares)
+
+    def _count_not_utf8(self, where: str, number: int, document: int, error: NotUTF8Error) -> None:
         if number not in self.not_utf8:
             self.not_utf8.add(number)
             logger.warning(
-                "%s: %d of %d file(s) so far are not UTF-8; file %d is skipped from document %d on: %s",
-                *(self.name, len(self.not_utf8), len(self._read_files), number, document, error),
+                "%s: %d of %d file(s) so far are not UTF-8; %s is skipped from document %d on: %s",
+                *(self.name, len(self.not_utf8), len(self._files), where, document, error),
             )
