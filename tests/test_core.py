@@ -30,9 +30,9 @@ from torchtrain.checkpoint.weights import checkpoint_folders
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import Count, Section, section_of
-from torchtrain.config.stages import stage_configs
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.plugins.comparison.runs import open_run
+from torchtrain.plugins.stages.configs import stage_configs
 
 PACKAGE = ROOT / "torchtrain"
 PLUGINS = PACKAGE / "plugins"
@@ -114,7 +114,9 @@ def test_core_without_plugins_trains_the_same_bits(ranks: int, tmp_path: Path) -
 
 def test_a_missing_plugin_is_named(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    (tmp_path / "stages.toml").write_text('[[stages]]\nname = "a"\nsteps = 1\n')
     options = [["--optimizer.name=muon"], ["--checkpoint.folder=s3://bucket/run"], ["--metrics.norms_freq=2"]]
+    options += [["--training.global_batch_size=4, 8 at 1K"], [f"--job.config_file={tmp_path / 'stages.toml'}"]]
     code = f"""{NO_EDITABLE}
 import torchtrain.estimate
 from torchtrain.train import main
@@ -125,10 +127,14 @@ assert torchtrain.estimate.main([]) == 2
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr
-    optimizer, storage, option, command = [line for line in result.stderr.splitlines() if "error: " in line]
+    optimizer, storage, option, ramp, stages, command = [
+        line for line in result.stderr.splitlines() if "error: " in line
+    ]
     assert "optimizer.name = 'muon' needs the plugin torchtrain.plugins.muon, which is not installed" in optimizer
     assert "needs the plugin torchtrain.plugins.object_storage, which is not installed" in storage
     assert "metrics.norms_freq = 2 needs the plugin torchtrain.plugins.diagnostics, which is not installed" in option
+    for line in (ramp, stages):
+        assert "needs the plugin torchtrain.plugins.stages, which is not installed" in line
     assert "this command is of the plugin torchtrain.plugins.planner, which is not installed" in command
 
 
@@ -194,11 +200,13 @@ def test_core_imports_no_plugin_and_plugins_declare_what_they_import() -> None:
 
 
 MODULE = """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 import torch
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config import registry
+from torchtrain.config.run_plan import RunPlan
 from torchtrain.config.schema import Count, Section, section_of
 from torchtrain.checkpoint.other_formats import Exporter, WeightFormat
 from torchtrain.datasets.builtin_sources import Files
@@ -325,6 +333,22 @@ registry.WEIGHT_FORMATS.add("plain", Plain())
 @registry.EXPORTERS.register("plain")
 def plain(config):
     return Plain()
+
+@registry.RUN_PLANS.register("halves")
+class Halves(RunPlan):
+    part_name = "half"
+    @classmethod
+    def divides(cls, config):
+        return section_of(config, ExampleConfig).answer == 50
+    @cached_property
+    def parts(self):
+        def half(name, steps):
+            training, schedule = (replace(self.config.training, steps=steps), self.config.lr_scheduler)
+            job = replace(self.config.job, stage=name)
+            return replace(self.config, job=job, training=training, lr_scheduler=replace(schedule, total_steps=4))
+        return [half("first", 2), half("second", 4)]
+    def train(self, build):
+        return max(build(half).train() for half in self.parts)
 """
 
 
@@ -385,6 +409,15 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     assert "done: step 4" in run(*second, f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--optimizer.lr=1e-30")
     exported = [torch.load(tmp_path / name / "weights.pt", weights_only=False)[1] for name in ("run", "second")]
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
+    # A run that a plugin divides into two parts has the same steps.
+    halves = [f"--job.dump_folder={tmp_path / 'halves'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_halves'}"]
+    log = run(*halves, "--example.answer=50")
+    assert "second (2 of 2): steps 3 to 4" in log
+    assert "the run in 4 steps" in log
+    divided = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
+    found = [{line["step"]: line["loss"] for line in of if "loss" in line} for of in (lines, divided)]
+    assert found[0] == found[1]
+    assert [line["stage"] for line in divided if "loss" in line] == ["first"] * 2 + ["second"] * 2
     # Options of a plugin change the run, unless its section says otherwise.
     assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
     environment["PYTHONPATH"] = str(ROOT)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torchtrain import __version__
 from torchtrain.cli import command, is_first_rank, run_and_exit
 from torchtrain.config.parse import parse
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import limit_error
 from torchtrain.logging import logger
@@ -35,11 +36,9 @@ def main(argv: Sequence[str]) -> int:
 def train(config: JobConfig) -> int:
     """Train as ``config`` says; returns the exit code of the process (see ``Trainer.train``)."""
     # Imported here because --help and a rejected config do not need torch, which takes seconds to import.
-    from torchtrain.config.stages import has_stages
-    from torchtrain.stages import train_in_stages
     from torchtrain.trainer import Trainer
 
-    return train_in_stages(config, Trainer) if has_stages(config) else Trainer(config).train()
+    return plan_of(config).train(Trainer)
 
 
 if __name__ == "__main__":

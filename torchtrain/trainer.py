@@ -32,8 +32,8 @@ from torchtrain.checkpoint.weights import (
 )
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.registry import EXPORTERS, STEP_HOOKS, check_plugin_options
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
-from torchtrain.config.stages import tokens_after
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.build import build_dataloader, document_start
 from torchtrain.datasets.builtin_sources import pinned
@@ -125,8 +125,7 @@ class Trainer:
         config, self.tokenizer, self.model_config, dims = resolve(config, world_size())
         self.parallel_dims = dims
         validate(config, device, dims, self.model_config, self.tokenizer)
-        if config.training.attention_backend != "auto" or config.stages:  # undo the choice of the stage before
-            choose_attention_backend(config.training.attention_backend)
+        choose_attention_backend(config.training.attention_backend)
 
         # Process groups. The device mesh names each dimension along which ranks communicate.
         enable_flight_recorder(folder / "hangs")
@@ -138,6 +137,7 @@ class Trainer:
 
         # Data.
         self.config = config = on_rank0(partial(with_pinned_data, config), self.gloo_group)
+        self.plan = plan_of(config)
         self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device, self.gloo_group)
         require_choice(as_given)
         # After the checks above, so that a rejected run leaves no folder behind.
@@ -236,7 +236,7 @@ class Trainer:
             device=device,
             loss_group=self.mesh.loss.get_group(),
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
-            tokens_after=partial(tokens_after, config),
+            tokens_after=self.plan.tokens_after,
             stage=config.job.stage,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
@@ -319,7 +319,7 @@ class Trainer:
         """Train until ``training.steps``, the end of the data, or a stop request.
 
         Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end. The
-        end of a stage is the end of the run only for the last stage, or if the data have ended.
+        end of a part of the run is the end of the run only for the last part, or if the data have ended.
         """
         self.prepare_dump_folder()
         self.description.log()
@@ -327,10 +327,10 @@ class Trainer:
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.missing_exports())):
-            if self.is_between_stages:
-                logger.info("stage %r is complete: step %d", self.config.job.stage, self.step)
+            if self.is_between_parts:
+                logger.info("%s %r is complete: step %d", self.plan.part_name, self.config.job.stage, self.step)
             else:
-                way = "add a stage" if self.config.stages else "raise training.steps"
+                way = self.plan.way_to_continue
                 logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
             destroy_process_group()
             return 0
@@ -352,13 +352,13 @@ class Trainer:
         finally:
             gc.enable()
         stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
-        if self.is_between_stages:
+        if self.is_between_parts:
             stopped = stopped or self.stop.agree(self.gloo_group)
         if not stopped and (missing := self.missing_exports()):
             with self.stop.during_export(saved=self.config.checkpoint.enable):
                 for exporter in missing:
                     exporter.export(self.config, self.step, self.checkpointer, self.model_config)
-        if stopped or not self.is_between_stages:
+        if stopped or not self.is_between_parts:
             self.log_end(stopped)
         destroy_process_group()
         return StoppedError().exit_code if stopped else 0
@@ -366,7 +366,7 @@ class Trainer:
     def log_end(self, stopped: bool) -> None:
         """Log how the run ended and where its outputs are."""
         checkpoint = self.config.checkpoint
-        steps = sum(table["steps"] for table in self.config.stages) or self.config.training.steps
+        steps = self.plan.last_step
         if stopped:
             ending = "stopped as requested"
         elif self.step >= self.config.training.steps:
@@ -453,14 +453,13 @@ class Trainer:
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
     @property
-    def is_between_stages(self) -> bool:
-        """Whether the current step is the last of a stage that another one follows."""
-        stages = self.config.stages
-        return bool(stages) and self.config.job.stage != stages[-1]["name"] and self.step >= self.config.training.steps
+    def is_between_parts(self) -> bool:
+        """Whether the current step is the last of a part of the run that another one follows."""
+        return not self.plan.is_last and self.step >= self.config.training.steps
 
     def missing_exports(self) -> list[Exporter]:
         """The exporters that have not exported the weights of the current step, the last one."""
-        if self.is_between_stages:
+        if self.is_between_parts:
             return []
         return [of for of in exporters(self.config) if of.is_missing(self.config, self.step, self.gloo_group)]
 

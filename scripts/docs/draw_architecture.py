@@ -26,7 +26,6 @@ LAYERS = {
         "launch",
     ),
     "plugins": ("plugins",),
-    "stages": ("stages",),
     "trainer": ("trainer",),
     "checkpoints and metrics": ("checkpoint", "metrics"),
     "CPU": ("cpu",),

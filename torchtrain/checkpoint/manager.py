@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter, read_manifest
 from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
-from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage
+from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
@@ -142,8 +142,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         try:
             step, damaged = history.latest_valid(self.start.candidates, use)
-        except OtherStageError as error:
-            self._quarantine(history, error.damaged)  # the trainer of that stage must not try them again
+        except OtherPartError as error:
+            self._quarantine(history, error.damaged)  # the trainer of that part must not try them again
             raise
         if step is None:
             history.require_none(config.load_step, damaged)

@@ -25,15 +25,14 @@ import torch.distributed as dist
 
 from torchtrain.checkpoint.format import CONFIG, DATA_FILES, Manifest, read_manifest, read_verified, verify_sizes
 from torchtrain.checkpoint.resume_compatibility import (
-    OtherStageError,
     check_resume_compatibility,
-    config_of_saved_stage,
     options_in,
     same_content,
     source_identities,
 )
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
+from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import CheckpointConfig, JobConfig
 from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
@@ -124,7 +123,7 @@ class History:
                 use(step)
             except DamagedError as error:
                 damaged[step] = str(error)
-            except OtherStageError as error:
+            except OtherPartError as error:
                 error.damaged = damaged
                 raise
             else:
@@ -231,7 +230,7 @@ class ResumePoint:
 
 @dataclass
 class HeldLease:
-    """The writer lease that this process holds. The stages of a run share it, so that none takes it from a newer start.
+    """The writer lease that this process holds. The parts of a run share it, so that none takes it from a newer start.
 
     A stage acquires a lease of its own, and only if the process still holds the one of the stage before.
     """
@@ -327,7 +326,7 @@ def check_resume(
     Raises:
         DamagedError: the checkpoint has no config, or a damaged one.
         CheckpointError: the config is incompatible with the checkpoint.
-        OtherStageError: another stage of the run has saved the checkpoint.
+        OtherPartError: another part of the run has saved the checkpoint.
     """
     checkpoint = broadcast_from_rank0(lambda: history.storage.open(step), history.group)
 
@@ -337,16 +336,17 @@ def check_resume(
         return read_config(checkpoint), manifest.data, changed_files
 
     saved_toml, saved_data, changed_files = broadcast_from_rank0(read, history.group)
-    of_stage = config_of_saved_stage(saved_toml, config_toml, step, config.allow_changes)
-    if of_stage != config_toml:
-        # Sources of the next stage come after those of the last.
+    plan = plan_of(from_text(config_toml, "config.toml"))
+    of_part = plan.config_of_saved_part(saved_toml, step, config.allow_changes)
+    if of_part != config_toml:
+        # Sources of the next part come after those of the last.
         count = len(source_identities(saved_data))
         identity = {
             key: "; ".join(text.split("; ")[:count]) if key.startswith("data.") else text
             for key, text in identity.items()
         }
     for line in check_resume_compatibility(
-        saved_toml, of_stage, config.allow_changes, saved_data, identity, changed_files
+        saved_toml, of_part, config.allow_changes, saved_data, identity, changed_files
     ):
         logger.info(line)
 

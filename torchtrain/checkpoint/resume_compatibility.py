@@ -4,7 +4,6 @@ Each option is of one kind. *Harmless* ones only watch the run. *Layout* ones sp
 *change the run* from here on. With *impossible* ones the checkpoint does not fit the run.
 """
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -13,12 +12,10 @@ from types import MappingProxyType
 from typing import Any
 
 import tomli
-import tomli_w
 import xxhash
 
 from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import RopeScalingConfig, default_options, flat
-from torchtrain.config.stages import nested, set_options
 from torchtrain.errors import CheckpointError
 from torchtrain.files import printable
 
@@ -38,7 +35,7 @@ KINDS = {
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
         "data.label",
         "model.shape.max_position_embeddings",  # only said of exports
-        "stages",  # compared by ``config_of_saved_stage``
+        "stages",  # compared by the plan of the run
     },
     Kind.LAYOUT: {
         *("parallelism", "activation_checkpoint", "compile", "optimizer.implementation", "ema.offload"),
@@ -64,7 +61,7 @@ SAME_ELSEWHERE = ("data.path", "data.name", "model.tokenizer_path")
 
 def kind_of(key: str) -> Kind:
     """Kind of an option such as ``optimizer.lr``."""
-    if key.startswith("stages["):  # compared by ``config_of_saved_stage``
+    if key.startswith("stages["):  # compared by the plan of the run
         return Kind.HARMLESS
     section = key.split(".")[0]
     if section in CONFIG_SECTIONS:
@@ -145,75 +142,6 @@ def hash_of_changes(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(repr(options).encode())
 
 
-class OtherStageError(Exception):
-    """The checkpoint of ``step`` belongs to another stage of the run than the config."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(f"step {step} is of another stage")
-        self.step = step
-        self.damaged: Mapping[int, str] = {}
-        """Errors of the damaged checkpoints that were tried before, by step."""
-
-
-def config_of_saved_stage(saved_toml: str, current_toml: str, step: int, allow_changes: Iterable[str]) -> str:
-    """The current config of the stage whose config the checkpoint of ``step`` has; without stages, ``current_toml``.
-
-    A run in stages resumes from a checkpoint of the current stage, or from the last one of the stage before. The saved
-    config is compared with the current config of the stage that saved it. Later stages may have changed.
-
-    Raises:
-        CheckpointError: an earlier stage has changed, or this one is now shorter than ``step``.
-        OtherStageError: the checkpoint is not one from which the current stage can continue.
-    """
-    saved, current = tomli.loads(saved_toml), tomli.loads(current_toml)
-    stages = current.get("stages", [])
-    if not stages:
-        return current_toml
-    saved_stages = saved.get("stages", [])
-    saved_name = saved["job"].get("stage", "") if saved_stages else stages[0]["name"]
-    number = [table["name"] for table in saved_stages].index(saved_name) if saved_stages else 0
-    names = [table["name"] for table in saved_stages[: number + 1]] or [saved_name]
-    if names != [table["name"] for table in stages[: len(names)]]:
-        raise CheckpointError(
-            f"the checkpoint of step {step} is of stage {saved_name!r}, after the stages {names[:-1]}, and the stages "
-            f"of this run are {[table['name'] for table in stages]}: finished stages must stay; later ones may change"
-        )
-    for earlier in range(number):
-        changed = [
-            difference
-            for difference in differences(_config_of_stage(saved, earlier), _config_of_stage(current, earlier))
-            if difference.kind in (Kind.CHANGES, Kind.IMPOSSIBLE) and difference.key not in allow_changes
-        ]
-        lengths = saved_stages[earlier]["steps"], stages[earlier]["steps"]
-        if lengths[0] != lengths[1]:
-            changed.append(Difference("steps", *lengths))
-        if changed:
-            raise CheckpointError(
-                f"stage {names[earlier]!r} is finished and cannot be changed: {_joined(changed)}. Set the old value "
-                "again, or change a later stage"
-            )
-    ends = list(itertools.accumulate(table["steps"] for table in stages))
-    finished = saved_stages and step == sum(table["steps"] for table in saved_stages[: number + 1])
-    if step > ends[number] or (finished and step != ends[number]):
-        raise CheckpointError(
-            f"stage {saved_name!r} has been trained up to step {step}, and now ends after step {ends[number]}: set its "
-            "old length again, or add a stage"
-        )
-    own = [table["name"] for table in stages].index(current["job"]["stage"])
-    if not (ends[own - 1] if own else 0) <= step <= ends[own]:
-        raise OtherStageError(step)
-    return _config_of_stage(current, number)
-
-
-def _config_of_stage(config: Mapping[str, Any], number: int) -> str:
-    """The config of a stage, from the resolved ``config`` of another one, as TOML."""
-    varying = {option for table in config["stages"] for option in set_options(table)}
-    options = {name: value for name, value in flat(config).items() if name not in varying}
-    options |= set_options(config["stages"][number])
-    options["job.stage"] = config["stages"][number]["name"]
-    return tomli_w.dumps(nested(options))
-
-
 def check_resume_compatibility(
     saved_toml: str,
     current_toml: str,
@@ -246,7 +174,7 @@ def check_resume_compatibility(
             found[Kind.CHANGES].append(Difference(key, saved, current, files=_of_option(key, changed_files)))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
-            f"the checkpoint does not fit this run: {_joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
+            f"the checkpoint does not fit this run: {joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
             "start a new run in another job.dump_folder (from these weights: checkpoint.initial_load_path)"
         )
     allowed = list(allow_changes)
@@ -261,14 +189,14 @@ def check_resume_compatibility(
         if others:
             restarted = ", with which a source that has other content is read from its start" if changed_files else ""
             messages.append(
-                f"{_joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
+                f"{joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
                 f"the config: {allow}{restarted}"
             )
         if extended:
             messages.append(_another_length(saved_toml, current_toml, allow))
         raise CheckpointError(f"resuming would not continue the same run: {'. Also, '.join(messages)}")
     return [
-        f"config differs from the checkpoint's ({kind.value}): {_joined(found[kind])}" for kind in Kind if found[kind]
+        f"config differs from the checkpoint's ({kind.value}): {joined(found[kind])}" for kind in Kind if found[kind]
     ]
 
 
@@ -314,5 +242,5 @@ def same_content(saved: str, current: str | None) -> bool:
     return True
 
 
-def _joined(found: Iterable[Difference]) -> str:
+def joined(found: Iterable[Difference]) -> str:
     return "; ".join(map(str, found))

@@ -223,6 +223,10 @@ CONFIG_SECTIONS = Registry(
 """Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
 
 
+RUN_PLANS = Registry("the name of a plan of runs")
+"""Subclasses of ``config.run_plan.RunPlan``, which divide a run into parts."""
+
+
 STEP_HOOKS = Registry("the name of a step hook")
 """Functions that get the ``Trainer`` when all else is built, and return a ``metrics.step_hook.StepHook``, or None if
 the config does not ask for it."""
@@ -245,6 +249,8 @@ PLUGIN_OPTIONS = {
     "model.hf_folder": "torchtrain.plugins.huggingface",
     "checkpoint.last_save_in_hf": "torchtrain.plugins.huggingface",
     "float8.recipe": "torchtrain.plugins.float8",
+    "stages": "torchtrain.plugins.stages",
+    "training.global_batch_size_schedule": "torchtrain.plugins.stages",
 }
 """Options that have no effect without a plugin of this repository."""
 
@@ -274,8 +280,9 @@ def load_plugins() -> None:
 def check_plugin_options(config: Any) -> None:
     """Raise ConfigError if the ``JobConfig`` sets an option that has no effect because its plugin is not installed."""
     for option, plugin in PLUGIN_OPTIONS.items():
-        section, name = option.split(".")
-        value = getattr(getattr(config, section), name)
-        is_set = value != getattr(type(getattr(config, section))(), name)
+        section, _, name = option.rpartition(".")
+        options = getattr(config, section) if section else config
+        value = getattr(options, name)
+        is_set = value != getattr(type(options)(), name)
         if is_set and not (PLUGINS / plugin.rpartition(".")[2] / "__init__.py").is_file():
             raise ConfigError(f"{option} = {value!r} needs the plugin {plugin}, which is not installed")

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from torchtrain import __version__
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
-from torchtrain.config.stages import tokens_after
 from torchtrain.config.tokens import format_tokens
 from torchtrain.cpu.build import has_batched_attention_backward
 from torchtrain.datasets.data_source import DataSource, SourceSize
@@ -22,7 +22,6 @@ from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import rank, world_size
 from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
-from torchtrain.metrics.stage_table import first_step, stages_of
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import attention_backend_name
@@ -63,10 +62,11 @@ def describe_run(
     training = config.training
     rows_per_step = training.global_batch_size
     tokens_per_step = rows_per_step * training.seq_len
-    steps = stages_of(config)[-1].training.steps
-    total = tokens_after(config, steps)
+    plan = plan_of(config)
+    steps = plan.last_step
+    total = plan.tokens_after(steps)
     parameters = count_parameters(model)
-    whose = "the run " * bool(config.stages)
+    whose = "the run " * bool(plan.part_name)
     length = f"{whose}in {steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
     layout = {axis: degree for axis, degree in asdict(dims).items() if degree > 1}
     family = config.model.hf_folder or f"{model.family} {config.model.flavor}".strip()
@@ -80,7 +80,7 @@ def describe_run(
         ),
         *(("data", text) for text in _source_rows(data)),
         ("validation", _validation(config)),
-        *_stage(config),
+        *plan.banner(),
         (
             "batch",
             f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {length}",
@@ -112,15 +112,15 @@ def describe_run(
 def describe_sources(config: JobConfig, sources: Sequence[DataSource], tokenizer: Tokenizer) -> list[dict[str, Any]]:
     """For each source its label, share, size, and the epochs that the run reads of it; None where unknown.
 
-    The share is that of the stage with ``config``; the epochs are those of all stages.
+    The share is that of the part of the run with ``config``; the epochs are those of all parts.
     """
-    described = []
+    plan, described = plan_of(config), []
     for number, (source_config, source) in enumerate(zip(config.data.all, sources, strict=True)):
         size = SourceSize()
         if rank() == 0:
             with BestEffort(f"the size of {source.name}"):
                 size = source.size(tokenizer)
-        tokens = sum(_share(own, number) * _tokens(own) for own in stages_of(config))
+        tokens = sum(_share(part, number) * plan.tokens_of(index) for index, part in enumerate(plan.parts))
         described.append(
             {
                 "source": source_config.title or source_config.source_type,
@@ -135,15 +135,9 @@ def describe_sources(config: JobConfig, sources: Sequence[DataSource], tokenizer
 
 
 def _share(config: JobConfig, number: int) -> float:
-    """The share of source ``number`` in the tokens of the stage with ``config``; 0 if only later stages have it."""
+    """The share of source ``number`` in the tokens of the part with ``config``; 0 if only later parts have it."""
     weights = [source.weight for source in config.data.all]
     return weights[number] / sum(weights) if number < len(weights) else 0.0
-
-
-def _tokens(config: JobConfig) -> int:
-    """The tokens of the stage with ``config``, or of a run without stages."""
-    training = config.training
-    return (training.steps + 1 - first_step(config)) * training.global_batch_size * training.seq_len
 
 
 def _source_rows(sources: Sequence[dict[str, Any]]) -> list[str]:
@@ -172,15 +166,6 @@ def _devices(device: torch.device, layout: dict[str, int]) -> str:
     machines = f" on {-(-ranks // local)} machines" if ranks > local else ""
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.items())
     return f"{name}, {ranks} rank{'s' * (ranks > 1)}{machines}{f': {axes}' if axes else ''}"
-
-
-def _stage(config: JobConfig) -> list[tuple[str, str]]:
-    """The row of a stage; none for a run without stages."""
-    if not config.stages:
-        return []
-    number = [table["name"] for table in config.stages].index(config.job.stage) + 1
-    steps = f"steps {first_step(config):,} to {config.training.steps:,}, {format_tokens(_tokens(config))} tokens"
-    return [("stage", f"{config.job.stage} ({number} of {len(config.stages)}): {steps}")]
 
 
 def _validation(config: JobConfig) -> str:

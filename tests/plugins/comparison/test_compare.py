@@ -40,7 +40,7 @@ from torchtrain.plugins.comparison.fingerprints import (
     read,
 )
 from torchtrain.plugins.comparison.runs import open_run, plot_losses
-from torchtrain.stages import resolve_stages
+from torchtrain.plugins.stages.driver import resolve_stages
 
 ROOT = Path(__file__).parents[3]
 

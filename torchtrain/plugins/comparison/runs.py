@@ -24,8 +24,8 @@ from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, open_storage
 from torchtrain.checkpoint.weights import checkpoint_folders, find_checkpoint
 from torchtrain.config.parse import from_text, read_text, to_toml
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
-from torchtrain.config.stages import stage_configs
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.process_group import init_process_group
@@ -188,10 +188,11 @@ def changed_options(a: RunFolder, b: RunFolder) -> list[tuple[Difference, list[s
         return [(difference, []) for difference in differences(to_toml(a.config), to_toml(b.config))]
     found: dict[str, tuple[Difference, list[str]]] = {}
     tables = list(zip(a.config.stages, b.config.stages, strict=False))
-    for (x, y), own, other in zip(tables, stage_configs(a.config), stage_configs(b.config), strict=False):
+    for (x, y), own, other in zip(tables, plan_of(a.config).parts, plan_of(b.config).parts, strict=False):
         # training.steps is the step after which the stage ends.
         ours, theirs = (
-            replace(of, job=replace(of.job, stage=""), training=replace(of.training, steps=1)) for of in (own, other)
+            replace(of, stages=(), job=replace(of.job, stage=""), training=replace(of.training, steps=1))
+            for of in (own, other)
         )
         of_stage = differences(to_toml(ours), to_toml(theirs))
         of_stage += [Difference("steps", x["steps"], y["steps"])] * (x["steps"] != y["steps"])

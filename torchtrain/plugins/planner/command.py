@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from torchtrain.cli import command
 from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig, section_of
-from torchtrain.config.stages import has_stages
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_file, require_picture, writing
 from torchtrain.plugins.planner.options import EstimateConfig
@@ -40,8 +40,8 @@ def run(config: JobConfig) -> int:
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
     options = section_of(config, EstimateConfig)
-    if has_stages(config):
-        return run_stages(config)
+    if plan_of(config).part_name:
+        return run_parts(config)
     if options.search:
         return run_search(config)
     if options.picture:
@@ -57,8 +57,8 @@ def run(config: JobConfig) -> int:
     return 0
 
 
-def run_stages(config: JobConfig) -> int:
-    """Print an estimate of each stage and of the whole run, and return 0.
+def run_parts(config: JobConfig) -> int:
+    """Print an estimate of each part of a run, such as its stages, and of the whole run, and return 0.
 
     Raises:
         ConfigError: stages are invalid, or an option describes only a run without stages.
@@ -67,7 +67,6 @@ def run_stages(config: JobConfig) -> int:
     from torchtrain.plugins.planner.report import format_failures, format_stages, total_days
     from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config, resolve_world_size
     from torchtrain.plugins.planner.summary import estimate
-    from torchtrain.stages import resolve_stages
 
     options = section_of(config, EstimateConfig)
     if options.search or options.picture:
@@ -81,7 +80,7 @@ def run_stages(config: JobConfig) -> int:
         return resolve_layout(own, model_config, resolve_world_size(own))[0], model_config
 
     results, before = [], 0
-    for own in resolve_stages(config, resolve_one):
+    for own in plan_of(config).resolve(resolve_one):
         length = replace(own, training=replace(own.training, steps=own.training.steps - before))
         results.append((own, estimate(length, resolve_model_config(own), resolve_gpu(own))))
         before = own.training.steps

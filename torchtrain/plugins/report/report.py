@@ -4,9 +4,9 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchtrain.config.run_plan import plan_of
 from torchtrain.files import atomic_write
 from torchtrain.logging import BestEffort
-from torchtrain.metrics.stage_table import stage_table
 from torchtrain.metrics.step_hook import RunResults, StepHook
 from torchtrain.metrics.writers import samples_as_markdown
 
@@ -27,7 +27,7 @@ class ReportWriter(StepHook):
 def write_report(folder: Path, results: RunResults) -> None:
     """Write ``report.md`` to ``folder``, and ``curves.png`` beside it if matplotlib is installed."""
     run, description = results.run, results.description
-    stages = stage_table(results.config) if results.config.stages else ()
+    stages = plan_of(results.config).table()
     lines = [f"# {run.name}", "", *_table(results.rows), ""]
     if importlib.util.find_spec("matplotlib") is not None:
         with BestEffort(CURVES):

@@ -2,7 +2,7 @@
 
 A table ``[[stages]]`` has a name, a length (``steps`` or ``tokens``) and the options that differ in that stage.
 ``stage_configs`` merges each table into the other options. What the lengths, the layout and the learning rates make of
-them is resolved in ``torchtrain/stages.py``.
+them is resolved in ``driver.py``.
 """
 
 import re
@@ -54,11 +54,6 @@ SET_BY_RESOLVING = {
 """Options that the tables of a resolved config have although a user must not set them in stages."""
 
 
-def has_stages(config: JobConfig) -> bool:
-    """Whether ``config`` describes a run in stages, by tables or by a schedule of the global batch size."""
-    return bool(config.stages or config.training.global_batch_size_schedule)
-
-
 def stage_configs(config: JobConfig) -> list[JobConfig]:
     """A config for each stage of ``config``, whose ``job.stage`` is the stage's name.
 
@@ -102,18 +97,6 @@ def nested(options: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(section, {})
         inner[key] = value
     return table
-
-
-def tokens_after(config: JobConfig, step: int) -> int:
-    """The number of tokens that the run of the resolved ``config`` has processed after ``step``."""
-    training, done, tokens = config.training, 0, 0
-    stages = [(table["steps"], set_options(table)) for table in config.stages] if config.job.stage else [(step, {})]
-    for steps, options in stages:
-        batch = options.get("training.global_batch_size", training.global_batch_size)
-        seq_len = options.get("training.seq_len", training.seq_len)
-        tokens += min(steps, max(0, step - done)) * batch * seq_len
-        done += steps
-    return tokens
 
 
 def _label(config: JobConfig, number: int) -> str:

@@ -1,42 +1,25 @@
 """Table of the stages of a run: for the log at its start, and for the report."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
+from torchtrain.config.run_plan import RunPlan
 from torchtrain.config.schema import JobConfig
-from torchtrain.config.stages import stage_configs
 from torchtrain.config.tokens import format_tokens
 from torchtrain.optimizers.lr_schedule import LRSchedule
 
 COLUMNS = ("stage", "steps", "tokens", "batch", "length", "learning rate", "data")
 
 
-def stages_of(config: JobConfig) -> list[JobConfig]:
-    """The resolved config of each stage of the run with the resolved ``config``; ``config`` itself if it has none."""
-    return [replace(own, stages=config.stages) for own in stage_configs(config)] if config.stages else [config]
-
-
-def first_step(config: JobConfig) -> int:
-    """The first step of the stage with the resolved ``config``; 1 if the run has no stages."""
-    last = 0
-    for table in config.stages:
-        if table["name"] == config.job.stage:
-            break
-        last += table["steps"]
-    return last + 1
-
-
-def stage_table(config: JobConfig) -> list[tuple[str, ...]]:
-    """A row for each stage of the run with the resolved ``config``, below the names of the columns."""
+def stage_table(plan: RunPlan) -> list[tuple[str, ...]]:
+    """A row for each stage of a run, below the names of the columns."""
     rows: list[tuple[str, ...]] = [COLUMNS]
-    for own in stages_of(config):
-        training, first = own.training, first_step(own)
-        tokens = (training.steps + 1 - first) * training.global_batch_size * training.seq_len
+    for number, own in enumerate(plan.parts):
+        training, first = own.training, plan.first_step(number)
         rows.append(
             (
                 own.job.stage,
                 f"{first:,} to {training.steps:,}",
-                format_tokens(tokens),
+                format_tokens(plan.tokens_of(number)),
                 f"{training.global_batch_size:,}",
                 f"{training.seq_len:,}",
                 _rates(own, first),

@@ -15,10 +15,9 @@ from pathlib import Path
 import torch
 
 from torchtrain.checkpoint.resume import HeldLease
-from torchtrain.checkpoint.resume_compatibility import OtherStageError
 from torchtrain.checkpoint.storage import checkpoint_storage
+from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
-from torchtrain.config.stages import batch_schedule, nested, set_options, stage_configs
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
 from torchtrain.datasets.builtin_sources import is_streamed, open_source
 from torchtrain.datasets.data_source import DataSource, SourceContext
@@ -30,12 +29,13 @@ from torchtrain.distributed.process_group import Rendezvous, destroy_process_gro
 from torchtrain.errors import CheckpointError, ConfigError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
-from torchtrain.metrics.stage_table import first_step, in_columns, stage_table
 from torchtrain.metrics.validation import check_data_of_validation_parts
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.validate import check_streams
+from torchtrain.plugins.stages.configs import batch_schedule, nested, set_options, stage_configs
+from torchtrain.plugins.stages.table import in_columns
 from torchtrain.trainer import Trainer, resolve, validate, with_pinned_data
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
@@ -225,12 +225,12 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     stages = resolve_stages(config, resolve_and_validate)
     rendezvous, held = Rendezvous(config.comm.init_timeout_seconds), HeldLease()
     number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
-    logger.info("the stages of the run:\n%s", in_columns(stage_table(stages[number])))
+    logger.info("the stages of the run:\n%s", in_columns(plan_of(stages[number]).table()))
     is_set_up = has_trained = False
     with ExitStack() as handlers:
         while True:
             stage = stages[number]
-            first = first_step(stage)
+            first = plan_of(stage).first_step(number)
             logger.info(
                 "stage %r (%d of %d): steps %d to %d, %d sequences of %d tokens a step",
                 *(stage.job.stage, number + 1, len(stages), first, stage.training.steps),
@@ -282,7 +282,7 @@ def _build_or_other_step(
     """
     try:
         return build(stage, rendezvous, stop, held)
-    except OtherStageError as error:
+    except OtherPartError as error:
         return error.step
 
 

@@ -34,15 +34,10 @@ from forked_run import (
 from s3_server import S3Server
 from terminal import Terminal
 
-import torchtrain.stages
-from torchtrain.checkpoint.resume_compatibility import (
-    OtherStageError,
-    check_resume_compatibility,
-    config_of_saved_stage,
-)
+from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
+from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import JobConfig, flat, key_of, registries_of, to_dict
-from torchtrain.config.stages import has_stages, nested, set_options, stage_configs, tokens_after
 from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.tokenizers import load_tokenizer
@@ -52,7 +47,9 @@ from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.comparison.fingerprints import read as read_fingerprints
-from torchtrain.stages import (
+from torchtrain.plugins.stages import StagePlan, driver
+from torchtrain.plugins.stages.configs import nested, set_options, stage_configs
+from torchtrain.plugins.stages.driver import (
     _build_or_other_step,
     open_data_of_later_stages,
     resolve_stages,
@@ -106,8 +103,8 @@ def test_stages_have_their_options_and_absolute_last_steps() -> None:
     assert [config.training.seq_len for config in (main, long, decay)] == [32, 64, 32]
     assert [config.training.global_batch_size for config in (main, long, decay)] == [4, 4, 2]
     assert [config.model.shape.rope_theta for config in (main, long, decay)] == [None, 20000.0, None]
-    assert tokens_after(long, 5) == 5 * 128
-    assert tokens_after(decay, 22) == tokens_after(main, 22) == 10 * 128 + 8 * 256 + 4 * 64
+    assert plan_of(long).tokens_after(5) == 5 * 128
+    assert plan_of(decay).tokens_after(22) == plan_of(main).tokens_after(22) == 10 * 128 + 8 * 256 + 4 * 64
 
 
 def test_schedule_of_a_stage_begins_at_the_last_rate_of_the_one_before() -> None:
@@ -185,7 +182,7 @@ def test_batch_sizes_by_tokens_are_stages() -> None:
     configs = resolved(text)
     assert [config.training.global_batch_size for config in configs] == [4, 8, 16]
     assert [config.training.steps for config in configs] == [8, 16, 30]  # 1000 / 128; 2000 / 256; 6928 / 512
-    assert tokens_after(configs[2], 30) >= 10_000 > tokens_after(configs[2], 29)
+    assert plan_of(configs[2]).tokens_after(30) >= 10_000 > plan_of(configs[2]).tokens_after(29)
     assert [config.job.stage for config in configs] == ["batch 4", "batch 8 from 1K", "batch 16 from 3K"]
     again = resolved(BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K, 4 at 1.5K"\nsteps = 30'))
     assert [config.job.stage for config in again] == ["batch 4", "batch 8 from 1K", "batch 4 from 1.5K"]
@@ -411,10 +408,10 @@ def test_batch_size_of_the_command_line_replaces_the_schedule_of_the_file(tmp_pa
     file.write_text(BASE.replace("global_batch_size = 4", 'global_batch_size = "4, 8 at 1K"\nsteps = 20'))
     options = ["--job.config_file", str(file), "--training.global_batch_size"]
     config = parse([*options, "16"])
-    assert not has_stages(config)
+    assert not StagePlan.divides(config)
     assert config.training.global_batch_size == 16
     assert parse([*options, "16", options[-1], "2, 4 at 1K"]).training.global_batch_size_schedule == "2, 4 at 1K"
-    assert not has_stages(parse([*options, "2, 4 at 1K", f"{options[-1]}=16"]))
+    assert not StagePlan.divides(parse([*options, "2, 4 at 1K", f"{options[-1]}=16"]))
 
 
 def test_run_that_ends_before_its_last_stage_is_rejected() -> None:
@@ -429,7 +426,7 @@ def test_run_that_ends_before_its_last_stage_is_rejected() -> None:
 
 
 def check(saved: JobConfig, current: JobConfig, step: int) -> list[str]:
-    now = config_of_saved_stage(to_toml(saved), to_toml(current), step, ())
+    now = plan_of(current).config_of_saved_part(to_toml(saved), step, ())
     return check_resume_compatibility(to_toml(saved), now, ())
 
 
@@ -493,7 +490,7 @@ def test_option_of_the_stage_under_way_is_compared_as_in_any_run() -> None:
 def test_checkpoint_of_another_stage_is_not_resumed_from() -> None:
     stages = resolved(BASE + THREE)
     for number, step in ((1, 9), (2, 10), (0, 11)):
-        with pytest.raises(OtherStageError):
+        with pytest.raises(OtherPartError):
             check(stages[stage_of_step(stages, step - 1)], stages[number], step)
 
 
@@ -672,7 +669,7 @@ class AtBorder(AbstractContextManager[None]):
     """Calls ``action`` between two stages."""
 
     def __init__(self, action: Callable[[], None]) -> None:
-        self.patch = patch("torchtrain.stages._release_memory", lambda _: action())
+        self.patch = patch("torchtrain.plugins.stages.driver._release_memory", lambda _: action())
 
     def __enter__(self) -> None:
         self.patch.start()
@@ -802,8 +799,8 @@ def train_fake_stages(
         built.append(config.job.stage)
         return FakeTrainer(config, stop, action)
 
-    monkeypatch.setattr("torchtrain.stages.open_data_of_later_stages", open_data)
-    monkeypatch.setattr("torchtrain.stages.destroy_process_group", lambda: None)
+    monkeypatch.setattr("torchtrain.plugins.stages.driver.open_data_of_later_stages", open_data)
+    monkeypatch.setattr("torchtrain.plugins.stages.driver.destroy_process_group", lambda: None)
     monkeypatch.setattr("torchtrain.fault_tolerance.stop_request.all_reduce", lambda *_: None)
     file = tmp_path / "staged.toml"
     file.write_text(f'{BASE}{THREE}\n[job]\ndump_folder = "{tmp_path}"\n{options}')
@@ -839,7 +836,7 @@ def test_signals_are_handled_only_after_setup(tmp_path: Path, monkeypatch: pytes
             super().append(stage)
             note()
 
-    resolve = torchtrain.stages.resolve_stages
+    resolve = driver.resolve_stages
 
     def resolve_and_note(*arguments: Any) -> Any:
         resolved_at.append(time.monotonic())
@@ -848,7 +845,7 @@ def test_signals_are_handled_only_after_setup(tmp_path: Path, monkeypatch: pytes
     resolved_at: list[float] = []
     starts: list[float] = []
     built = Noting()
-    monkeypatch.setattr("torchtrain.stages.resolve_stages", resolve_and_note)
+    monkeypatch.setattr("torchtrain.plugins.stages.driver.resolve_stages", resolve_and_note)
 
     def action(trainer: FakeTrainer) -> None:
         starts.append(trainer.stop._clock_deadline - 60 * 1000)
@@ -896,7 +893,7 @@ def trainer_of(config: JobConfig) -> Any:
 def test_streams_of_a_folder_by_url_are_checked_when_it_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
 ) -> None:
-    monkeypatch.setattr("torchtrain.stages.on_rank0", lambda function, _: function())
+    monkeypatch.setattr("torchtrain.plugins.stages.driver.on_rank0", lambda function, _: function())
     (tmp_path / "text").mkdir()
     text = write_jsonl(tmp_path / "text" / "a.jsonl", DOCUMENTS)
     folder = Path(write_prepared(tmp_path / "prepared", text)) if is_prepared else tmp_path / "text"
@@ -907,7 +904,7 @@ def test_streams_of_a_folder_by_url_are_checked_when_it_is_opened(
         return
     with pytest.raises(ConfigError, match=FEWER_STREAMS):
         open_data_of_later_stages(stages, trainer)
-    monkeypatch.setattr("torchtrain.stages.world_size", lambda: 3)  # divides 48 streams, but not 64
+    monkeypatch.setattr("torchtrain.plugins.stages.driver.world_size", lambda: 3)  # divides 48 streams, but not 64
     three = [replace(own, parallelism=replace(own.parallelism, data_parallel_shard_degree=3)) for own in stages]
     with pytest.raises(ConfigError, match=r"stage 'batch 128 from 1M': .* data-parallel ranks, 3, must divide"):
         open_data_of_later_stages(three, trainer)
@@ -939,7 +936,7 @@ def test_garbage_is_collected_again_after_training(monkeypatch: pytest.MonkeyPat
 
 
 def no_validation_seen() -> Any:
-    return patch("torchtrain.stages.has_validation", lambda *_: False)
+    return patch("torchtrain.plugins.stages.driver.has_validation", lambda *_: False)
 
 
 def slow_steps_in(environment: dict[str, str]) -> Any:
@@ -950,7 +947,7 @@ def slow_steps_in(environment: dict[str, str]) -> Any:
 def hold_before_the_second_stage(folder: Path, environment: dict[str, str]) -> Any:
     """Wait, once the first stage has ended, until the file ``go`` is in ``folder``."""
     os.environ.update(environment)
-    build = torchtrain.stages._build_or_other_step
+    build = driver._build_or_other_step
 
     def wait(make: Any, stage: JobConfig, *arguments: Any) -> Any:
         if stage.job.stage == "long":
@@ -959,7 +956,7 @@ def hold_before_the_second_stage(folder: Path, environment: dict[str, str]) -> A
                 time.sleep(0.01)
         return build(make, stage, *arguments)
 
-    return patch.object(torchtrain.stages, "_build_or_other_step", wait)
+    return patch.object(driver, "_build_or_other_step", wait)
 
 
 @pytest.mark.parametrize("where", ["folder", "bucket"])
@@ -1000,7 +997,7 @@ def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
     def build(*_: object) -> Any:
         model = torch.nn.Linear(1, 1)
         built.append(weakref.ref(model))
-        raise OtherStageError(7)
+        raise OtherPartError(7)
 
     unused: Any = None
     assert _build_or_other_step(build, unused, unused, unused, unused) == 7
