@@ -199,10 +199,10 @@ class Pipeline:
                 seq = self.hidden.shape[1] * tokens.shape[1] // self.seq  # this rank's part under sequence parallelism
                 shape = (len(tokens), seq, self.hidden.shape[2])
                 output = torch.empty(shape, dtype=self.hidden.dtype, device=self.device)
-                dist.recv(output, group=group, group_src=before)
+                _wait(dist.P2POp(dist.irecv, output, group=group, group_peer=before))
             output = stage(output, positions, documents=documents, head=head if stage is self.last else None)
             if after != own_rank:
-                dist.send(output.contiguous(), group=group, group_dst=after)
+                _wait(dist.P2POp(dist.isend, output.contiguous(), group=group, group_peer=after))
         return output if self.last is not None else None
 
     def _add_mask(self, _: nn.Module, args: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -240,6 +240,11 @@ class Pipeline:
         group = self.mesh.get_group()
         send = dist.P2POp(dist.isend, own, group=group, group_peer=peer)
         receive = dist.P2POp(dist.irecv, other, group=group, group_peer=peer)
-        for work in dist.batch_isend_irecv([send, receive]):
-            work.wait()
+        _wait(send, receive)
         gradient.to_local().add_(other.to(gradient.to_local().device))  # a + b = b + a: identical
+
+
+def _wait(*messages: dist.P2POp) -> None:
+    """Send and receive ``messages``, as a batch: NCCL serializes single ones with all other work of their group."""
+    for work in dist.batch_isend_irecv(list(messages)):
+        work.wait()
