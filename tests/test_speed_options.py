@@ -1,5 +1,6 @@
 """Performance options: selective checkpointing, attention backends, float8, bfloat16 optimizer states, benchmark.py."""
 
+import itertools
 import math
 import os
 import runpy
@@ -450,6 +451,23 @@ def test_float8_scaling_granularity_is_that_of_the_recipe(recipe: Any, granulari
     Float8(Float8Config(recipe=recipe), emulate=True).convert(model, shards=1)
     linear: Any = model.layers["0"].get_submodule("attention.wq")
     assert linear.config.cast_config_weight.scaling_granularity.name == granularity
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_small_layers_that_are_filtered_are_those_of_torchao(recipe: Any) -> None:
+    rule = pytest.importorskip("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, filter_fqns=[])
+    sizes = [16 * n for n in (1, 64, 65, 128, 129, 256, 257, 896)]
+    conversion = Float8(Float8Config(recipe=recipe, filter_small_layers=True))
+    with torch.device("meta"):
+        for outputs, inputs in itertools.product(sizes, sizes):
+            layer = torch.nn.Linear(inputs, outputs, bias=False)
+            assert conversion.is_converted(outputs, inputs) == rule(layer, ""), (outputs, inputs)
+        model = Transformer(replace(TINY, dim=2048, n_heads=16, n_kv_heads=4, ffn_dim=8192, n_layers=1))
+    conversion.convert(model, shards=1)
+    converted = {name for name, module in model.layers["0"].named_modules() if type(module).__name__ == "Float8Linear"}
+    small = {"attention.wk", "attention.wv"} | ({"attention.wq", "attention.wo"} if recipe == "rowwise" else set())
+    of_block = {name for name, module in model.layers["0"].named_modules() if isinstance(module, torch.nn.Linear)}
+    assert converted == of_block - small - ({"feed_forward.w2"} if recipe == "rowwise" else set())
 
 
 def test_memory_budget_is_set_in_torch_compile() -> None:

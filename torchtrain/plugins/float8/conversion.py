@@ -62,7 +62,7 @@ class Float8(LinearConversion):
         on_ranks = f" on each of {degrees.tensor} tensor-parallel ranks" if degrees.tensor > 1 else ""
         for parameter, (rows, columns) in matrix_shapes(model).items():
             name = module_in_block(parameter)
-            if not name:  # the output layer is not converted
+            if not name or not self.is_converted(rows, columns):  # the output layer has no name in a block
                 continue
             if styles.get(name) == "colwise":
                 rows //= degrees.tensor
@@ -88,8 +88,23 @@ class Float8(LinearConversion):
             enable_fsdp_float8_all_gather=gathers_float8(self.options, shards),
             emulate=self.emulate,
         )
+
+        def is_converted(layer: nn.Module, _: str) -> bool:
+            return isinstance(layer, nn.Linear) and self.is_converted(*layer.weight.shape)
+
         for block in model.layers.values():
-            convert_to_float8_training(block, config=recipe)
+            convert_to_float8_training(block, module_filter_fn=is_converted, config=recipe)
+
+    def is_converted(self, outputs: int, inputs: int) -> bool:
+        """Whether a layer of these sizes is converted; with ``filter_small_layers`` by torchao's rule.
+
+        The rule is that of ``_auto_filter_for_recipe`` in torchao/float8/float8_linear_utils.py (torchao 0.18).
+        """
+        if not self.options.filter_small_layers:
+            return True
+        if self.options.recipe == "tensorwise":
+            return outputs > 1024 or inputs > 4096
+        return outputs > 2048 and inputs > 1024 and (outputs > 4096 or inputs > 2048)
 
     def styles(self) -> LinearStyles:
         """Those of float8 with tensorwise scaling.
