@@ -26,16 +26,33 @@ SEARCHED = r"^[0-9:]+ layout (\d+) of \d+: .*: [\d.]+ GiB, .*; the best so far (
 def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.tensor_parallel_degree", "2"]
     assert command.main([*argv, "--training.local_batch_size", "4"]) == 0
-    verdict, assumed, layout, *tables = capsys.readouterr().out.splitlines()
+    verdict, assumed, machines, layout, *tables = capsys.readouterr().out.splitlines()
     n = r"[0-9.,e+-]+"
     assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%; {n} days, {n} GPU-hours", verdict)
-    assert assumed == "for 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s within and 400 Gb/s between machines"
+    assert assumed == "for 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s between two of a machine"
+    attention = "attention by cuDNN, as PyTorch chooses if it is newer than 9.15"
+    assert machines == f"machines of 8 GPUs with 3,200 Gb/s each; {attention}"
     assert layout == "shard 2, tensor 2; 2.05K tokens in each of 100 steps, 205K in all"
     assert max(map(len, (verdict, assumed, layout, *tables))) <= 120
     named = [line for line in tables if line.startswith(("shard: ", "tensor: "))]
     assert any(line.startswith("shard: reduce-scatter, backward ") for line in named)
     assert any(line.startswith("tensor: all-gather of activations, forward ") for line in named)
     assert not any("_" in line for line in named)
+
+
+def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--estimate.gpus_per_node", "2", "--estimate.network_gigabits", "200", "--estimate.world_size", "4"]
+    config = parse([*OPTIONS, *options], "torchtrain.estimate", "")
+    assert resolve_gpu(config).network_bandwidth == 200e9 / 8 / 2
+    for argv, kernel in (
+        (["--training.deterministic"], "FlashAttention 2"),
+        (["--data.document_mask", "--training.seq_len=256"], "flex_attention, with the speed of FlashAttention 2"),
+        (["--parallelism.context_parallel_degree=2"], "FlashAttention 2"),
+    ):
+        assert command.main([*OPTIONS, *options, *argv]) == 0
+        assert (
+            capsys.readouterr().out.splitlines()[2] == f"machines of 2 GPUs with 200 Gb/s each; attention by {kernel}"
+        )
 
 
 def test_plot_of_memory_names_phases_and_microbatches(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ class EstimateConfig(Section, name="estimate"):
     memory_gib: NotNegative = 0.0
     """Memory of a GPU in GiB. 0: that of the GPU type."""
     network_gigabits: NotNegative = 0.0
-    """Network bandwidth per GPU in Gb/s. 0: that of the GPU type."""
+    """Network bandwidth of a machine in Gb/s, in one direction, such as 3200 for eight adapters of 400. 0: one adapter
+    per GPU, as is usual with the GPU type."""
     mtbf_hours: NotNegative = 0.0
     """Mean time between failures of one GPU, with its share of machine and network, in hours: 50,700 in the training of
     Llama 3. 0: the duration is estimated without failures, or with those of node_mtbf_hours only."""

@@ -67,14 +67,25 @@ def verdict(estimate: Estimate) -> str:
     )
 
 
+ATTENTION = {
+    "cudnn": "cuDNN, as PyTorch chooses if it is newer than 9.15",
+    "fa3": "FlashAttention 3",
+    "flash": "FlashAttention 2",
+    "flex": "flex_attention, with the speed of FlashAttention 2",
+}
+
+
 def assumptions(estimate: Estimate) -> str:
-    """The GPUs, the layout and the length of the run."""
+    """The GPUs and the attention kernel, the layout and the length of the run."""
     gpu, tokens = estimate.gpu, estimate.steps * estimate.global_tokens
+    network = gpu.network_bandwidth * estimate.gpus_per_node * 8e-9
     degrees = {name: degree for name, degree in asdict(estimate.degrees).items() if degree > 1}
     layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"
     return (
         f"for {estimate.world_size:,} GPUs of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, "
-        f"{gpu.link_bandwidth * 8e-9:,.0f} Gb/s within and {gpu.network_bandwidth * 8e-9:,.0f} Gb/s between machines\n"
+        f"{gpu.link_bandwidth * 8e-9:,.0f} Gb/s between two of a machine\n"
+        f"machines of {estimate.gpus_per_node} GPUs with {network:,.0f} Gb/s each; attention by "
+        f"{ATTENTION[estimate.attention]}\n"
         f"{layout}; {format_tokens(estimate.global_tokens)} tokens in each of {estimate.steps:,} steps, "
         f"{format_tokens(tokens)} in all"
     )

@@ -24,7 +24,7 @@ def resolve_gpu(config: JobConfig) -> Gpu:
     return replace(
         gpu,
         memory_gib=options.memory_gib or gpu.memory_gib,
-        network_bandwidth=options.network_gigabits * 1e9 / 8 or gpu.network_bandwidth,
+        network_bandwidth=options.network_gigabits / options.gpus_per_node * 1e9 / 8 or gpu.network_bandwidth,
     )
 
 

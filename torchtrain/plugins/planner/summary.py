@@ -11,6 +11,7 @@ from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.models.spec import DecoderConfig, flops_per_token
 from torchtrain.plugins.planner.allocator import peak_reserved
+from torchtrain.plugins.planner.attention import DIRECT_CALLS, kernel_of
 from torchtrain.plugins.planner.hardware import GIB, Efficiency, Gpu
 from torchtrain.plugins.planner.operations import Operation
 from torchtrain.plugins.planner.options import EstimateConfig
@@ -119,6 +120,9 @@ class Estimate:
     model_flops_per_token: int
     records: Sequence[RankRecord]
     """Records of the simulated ranks."""
+    gpus_per_node: int = 8
+    attention: str = "flash"
+    """The kernel that is assumed: cudnn, fa3, flash or flex."""
 
     @property
     def world_size(self) -> int:
@@ -313,4 +317,7 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         few, more = (tuple(n - omitted_layers + extra for n in stages) for extra in (0, 1))
         costs = costs_of(few).extrapolated(costs_of(more), omitted_layers)
     tokens, flops = global_batch_size * config.training.seq_len, flops_per_token(model_config, config.training.seq_len)
-    return Estimate(gpu, degrees, costs, tokens, config.training.steps, flops, simulated)
+    operation = DIRECT_CALLS[0] if degrees.context > 1 else "scaled_dot_product_attention"
+    attention = "flex" if config.data.document_mask else kernel_of(operation, config.training, gpu.capability)
+    node = section_of(config, EstimateConfig).gpus_per_node
+    return Estimate(gpu, degrees, costs, tokens, config.training.steps, flops, simulated, node, attention)
