@@ -3,6 +3,7 @@
 #   CONFIG_FILE  TOML file of the run     default: train_configs/debug_model.toml
 #   NGPU         ranks to start           default: all GPUs that CUDA may use, or 1 rank on the CPU
 #   LOG_RANK     ranks that log, 0,1,...  default: 0 (errors of all ranks are shown)
+#   NUMA_BINDING bind ranks to the cores near their GPU: node, socket, exclusive or core-complex (needs numactl)
 #   PYTHON       Python interpreter       default: python
 # Relative paths in these variables, in the TOML file and in options start at the folder of this script.
 set -euo pipefail
@@ -43,4 +44,4 @@ fi
 # Port 0 selects a free port, so that several jobs can run at once. localhost, because a laptop's host name may not
 # resolve to an address.
 exec "$PYTHON" -m torchtrain.launch --nproc-per-node "$NGPU" --rdzv-backend c10d --rdzv-endpoint localhost:0 \
-  --local-addr localhost "${train[@]}"
+  --local-addr localhost ${NUMA_BINDING:+--numa-binding "$NUMA_BINDING"} "${train[@]}"

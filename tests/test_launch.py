@@ -239,11 +239,12 @@ def test_shell_script_divides_cores_and_selects_the_loopback_interface_on_a_mac(
         (tmp_path / name).chmod(0o755)
     unset = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
     own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NGPU": str(ranks)}
+    own |= {"NUMA_BINDING": "node"} if gpus else {}
     environ = {key: value for key, value in os.environ.items() if key not in unset} | own
     command = [str(ROOT / "run_llama_train.sh")]
     output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.splitlines()
     assert output[0] == environment
-    assert "--local-addr localhost" in output[1]
+    assert ("--local-addr localhost --numa-binding node" if gpus else "--local-addr localhost -m") in output[1]
 
 
 SRUN = {"SLURM_PROCID": "0", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}

@@ -41,7 +41,8 @@ def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--estimate.gpus_per_node", "2", "--estimate.network_gigabits", "200", "--estimate.world_size", "4"]
+    options = ["--estimate.gpus_per_node", "2", "--estimate.network_gigabits", "200", "--estimate.world_size", "2"]
+    options += ["--training.local_batch_size", "2"]
     config = parse([*OPTIONS, *options], "torchtrain.estimate", "")
     assert resolve_gpu(config).network_bandwidth == 200e9 / 8 / 2
     for argv, kernel in (
@@ -50,9 +51,8 @@ def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: p
         (["--parallelism.context_parallel_degree=2"], "FlashAttention 2"),
     ):
         assert command.main([*OPTIONS, *options, *argv]) == 0
-        assert (
-            capsys.readouterr().out.splitlines()[2] == f"machines of 2 GPUs with 200 Gb/s each; attention by {kernel}"
-        )
+        machines = capsys.readouterr().out.splitlines()[2]
+        assert machines == f"machines of 2 GPUs with 200 Gb/s each; attention by {kernel}"
 
 
 def test_plot_of_memory_names_phases_and_microbatches(tmp_path: Path) -> None:
