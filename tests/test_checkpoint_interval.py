@@ -11,16 +11,18 @@ from unittest.mock import patch
 
 import pytest
 from forked_command import checked_command
-from forked_run import finish, logged_losses, patched_loss, same_tensors, saved_tensors
+from forked_run import finish, logged_losses, patched_loss, read_metrics, same_tensors, saved_tensors
 
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.local_storage import saved_steps
 from torchtrain.checkpoint.manager import SaveClock
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection
+from torchtrain.errors import ConfigError
 from torchtrain.fault_tolerance import nonfinite_guard
 from torchtrain.logging import logger
 from torchtrain.metrics import run_description
 from torchtrain.models.model_config import flavor_config
+from torchtrain.optimizers.lr_schedule import LRSchedule
 
 BY_TIME = ("--checkpoint.interval", "1000", "--checkpoint.keep_latest_k", "0", "--training.steps", "12")
 
@@ -52,6 +54,26 @@ def test_clock_of_any_rank_makes_all_ranks_save_at_the_next_step(tmp_path: Path)
         shutil.rmtree(by_time / f"checkpoint/step-{step}")
     finish(by_time, *BY_TIME, ranks=1, hook=partial(save_due_at, (), "0"))
     assert logged_losses(by_time) == pytest.approx(logged_losses(by_step), rel=1e-5)
+
+
+def diverging() -> Any:
+    """The loss is high from step 5 on."""
+    return patch.object(LRSchedule, "rate", lambda _, step: 1e-3 if step <= 4 else 3.0)
+
+
+def test_multiples_and_the_best_by_validation_are_kept(tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("some words that nobody has trained on\n" * 20)
+    options = ["--validation.enable", f"--validation.path={held_out}", "--validation.interval=2"]
+    options += ["--checkpoint.keep_latest_k=1", "--checkpoint.keep_best_k=1", "--checkpoint.keep_every=6"]
+    finish(tmp_path / "run", *options, "--training.steps=10", hook=diverging)
+    lines = read_metrics(tmp_path / "run")
+    losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
+    best = min(losses, key=losses.__getitem__)
+    assert best in (2, 4)
+    assert saved_steps(tmp_path / "run/checkpoint") == [best, 6, 10]
+    with pytest.raises(ConfigError, match=r"keep_best_k = 2 keeps checkpoints by .* set validation.enable = true"):
+        JobConfig(checkpoint=CheckpointConfig(keep_best_k=2))
 
 
 def test_keep_latest_k_counts_checkpoints_of_both_intervals(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ FROZEN = {  # every option, by kind and section
         ),
         "prepare": "output processes verify",
         "checkpoint": (
-            "enable folder interval interval_tokens interval_minutes keep_latest_k load_step "
+            "enable folder interval interval_tokens interval_minutes keep_latest_k keep_every keep_best_k load_step "
             "initial_load_path last_save_in_hf export_weights export_dtype async_mode allow_changes max_failed_saves"
         ),
         "faults": (
@@ -86,7 +86,7 @@ FROZEN = {  # every option, by kind and section
             "path name subset split download text_column skip_not_utf8 weight type options sources when_exhausted "
             "document_mask"
         ),
-        "float8": "recipe enable_fsdp_float8_all_gather",
+        "float8": "recipe enable_fsdp_float8_all_gather filter_small_layers",
     },
     Kind.IMPOSSIBLE: {
         "model": (

@@ -61,6 +61,7 @@ from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable
 from torchtrain.files import atomic_write, require_folder
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
+from torchtrain.metrics.history import validation_losses
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.results import log_results
@@ -180,6 +181,7 @@ class Trainer:
         self.checkpointer = CheckpointManager(
             *(config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, folder),
             step_group=self.gloo_group,
+            validation_losses=partial(validation_losses, folder),
         )
         self.step = self.start_step = self.checkpointer.resume() or 0
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.

@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -103,6 +103,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     stop: Stop | None = None  # None: the run is never asked to stop
     dump_folder: Path | None = None  # its metrics are stored and restored if the storage asks for it
     step_group: dist.ProcessGroup | None = None  # gloo group of the training thread; saves use another one
+    validation_losses: Callable[[], Mapping[int, float]] = dict  # by step, for ``keep_best_k``
 
     def __post_init__(self) -> None:
         self.group, self.lease = self.start.group, self.start.lease
@@ -411,13 +412,25 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._own[saved] = versions.get(saved)
             steps = [step for step in sorted(versions) if self._is_own(step, versions)]
             complete = [step for step in steps if self.storage.has_manifest(step)]
-            for step in complete[: -self.config.keep_latest_k] if self.config.keep_latest_k else []:
+            for step in self._not_kept(complete):
                 self.storage.delete(step, self._check_lease)
-                self._own.pop(
-                    step, None
-                )  # or the deletion after the save before, which may still be at work, has done it
+                # The deletion after the save before, which may still be at work, may have removed it.
+                self._own.pop(step, None)
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
+
+    def _not_kept(self, steps: Sequence[int]) -> list[int]:
+        """Those of the complete checkpoints of ``steps``, in ascending order, that no option keeps."""
+        config = self.config
+        if not config.keep_latest_k:
+            return []
+        kept = set(steps[-config.keep_latest_k :])
+        if config.keep_every:
+            kept |= {step for step in steps if step % config.keep_every == 0}
+        if config.keep_best_k:
+            losses = self.validation_losses()
+            kept |= set(sorted(losses.keys() & set(steps), key=losses.__getitem__)[: config.keep_best_k])
+        return [step for step in steps if step not in kept]
 
     def _wait_for_deletion(self) -> None:
         began = time.monotonic()

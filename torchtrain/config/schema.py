@@ -760,6 +760,11 @@ class CheckpointConfig(Section, name="checkpoint"):
     keep_latest_k: CountOrZero = 5
     """Keep only the latest k checkpoints. 0: keep all of them. A checkpoint takes 12 bytes per parameter (1B: 15 GB,
     8B: 96 GB), and while one is written the disk holds one more."""
+    keep_every: CountOrZero = 0
+    """Beside the latest, keep each checkpoint whose step is a multiple of this number. 0: none."""
+    keep_best_k: CountOrZero = 0
+    """Beside the latest, keep the k checkpoints of the lowest validation loss: of those after whose step the run has
+    validated. 0: none."""
     load_step: Annotated[int, at_least(-1)] = -1
     """Step of the checkpoint to resume from. -1: the latest."""
     initial_load_path: str = ""
@@ -938,6 +943,11 @@ class JobConfig:
         require(
             self.faults.on_nonfinite != "rollback" or self.checkpoint.enable,
             "faults.on_nonfinite = 'rollback' needs checkpoints to load: set checkpoint.enable = true",
+        )
+        require(
+            self.validation.enable or not self.checkpoint.keep_best_k,
+            f"checkpoint.keep_best_k = {self.checkpoint.keep_best_k} keeps checkpoints by their validation loss: set "
+            "validation.enable = true",
         )
         for key, weights in (
             ("validation.weights", self.validation.weights),

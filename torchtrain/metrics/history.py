@@ -23,6 +23,15 @@ class Run:
     borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a stage begins, and its name
 
 
+def validation_losses(folder: Path) -> dict[int, float]:
+    """The validation loss after each step of the run in ``folder`` that has one, without those of undone steps."""
+    try:
+        run = read_run(folder, warn=lambda _: None)
+    except TorchtrainError:  # there are no metrics yet
+        return {}
+    return {line["step"]: line["validation_loss"] for line in run.lines if "validation_loss" in line}
+
+
 def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
     """The run in ``path``, its folder or its metrics.jsonl. ``warn`` is called with a message about each damaged line.
 

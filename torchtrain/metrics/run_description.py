@@ -229,6 +229,10 @@ def _checkpoints(config: JobConfig, parameters: int) -> str:
         return "off (checkpoint.enable): the run cannot be resumed"
     minutes = f" and {options.interval_minutes:g} minutes" if options.interval_minutes else ""
     kept = f"the newest {options.keep_latest_k} kept" if options.keep_latest_k else "all kept"
+    if options.keep_latest_k and options.keep_every:
+        kept += f" and each {options.keep_every:,} steps one"
+    if options.keep_latest_k and options.keep_best_k:
+        kept += f" and the best {options.keep_best_k}"
     return (
         f"every {options.interval:,} steps{minutes}, {kept}, {_checkpoint_size(config, parameters) / 1e9:.3g} GB each"
     )

@@ -22,7 +22,8 @@ SOURCE_KEYS = ("path", "name", "type", "sources")
 MAY_DIFFER = {
     *("data", "validation", "training", "optimizer", "lr_scheduler", "ema", "parallelism", "activation_checkpoint"),
     *("compile", "float8", "model.shape.rope_theta", "model.shape.rope_scaling", "model.shape.max_position_embeddings"),
-    *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.interval_minutes", "checkpoint.keep_latest_k"),
+    *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.interval_minutes"),
+    *("checkpoint.keep_latest_k", "checkpoint.keep_every", "checkpoint.keep_best_k"),
     *("metrics.log_freq", "debug", "profiling"),
 }
 MUST_NOT_DIFFER = {
