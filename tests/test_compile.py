@@ -1,13 +1,19 @@
 """All blocks share one compiled graph for the whole run, and a compiled run equals the eager one."""
 
+import re
+import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from forked_run import CONFIG, finish
 from gloo_pool import GlooPool
 from parity import STEPS, TINY, Curve, assert_same_run, config_of, train
 from torch._dynamo.utils import counters
@@ -86,3 +92,30 @@ def test_tensor_parallel_ranks_compile_one_graph(gloo: GlooPool) -> None:
     for compiled, counts in gloo.run(2, train_and_count, config, shape):
         assert counts == {"graphs": 1, "breaks": {}}  # the loss of sharded logits is not compiled
         assert_same_run([compiled], eager)
+
+
+@contextmanager
+def counted_graphs() -> Iterator[None]:
+    """Compile with a backend that does nothing, and write the number of graphs at the end."""
+    counters.clear()
+    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+        yield
+    sys.stdout.write(f"graphs: {counters['stats']['unique_graphs']}\n")
+
+
+def test_number_of_graphs_does_not_grow_with_validations_and_by_the_same_with_each_stage(tmp_path: Path) -> None:
+    """Also with a last batch of validation that is not full."""
+    held_out, config = tmp_path / "held_out.txt", tmp_path / "stages.toml"
+    held_out.write_text("some words that nobody has trained on\n" * 11)
+    stage = '[[stages]]\nname = "{}"\nsteps = 4\n[stages.training]\nseq_len = {}\n'
+    config.write_text(CONFIG.replace("steps = 8\n", "") + stage.format("short", 16) + stage.format("long", 32))
+    options = ["--compile.enable", "--validation.enable", f"--validation.path={held_out}", "--validation.interval=2"]
+
+    def graphs(name: str, *more: str) -> int:
+        output = finish(tmp_path / name, *options, *more, ranks=1, hook=counted_graphs)
+        return int(re.findall(r"graphs: (\d+)", output)[-1])
+
+    few = graphs("few", "--training.steps=2")
+    assert 0 < few <= 4  # of blocks and of the loss, with gradients and without
+    assert graphs("many", "--training.steps=8") == few
+    assert graphs("stages", "--job.config_file", str(config)) == 2 * few
