@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from pathlib import Path
@@ -64,21 +65,23 @@ def skip_default_tasks() -> None:
     TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
 
 
-def write_tasks(folder: Path) -> None:
+def write_tasks(folder: Path, tasks: Mapping[str, str] = TASKS) -> None:
     """Write the tasks and their documents, for the harness's ``--include_path``."""
     for name, documents in (("choices", CHOICES), ("texts", TEXTS)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    for name, text in TASKS.items():
+    for name, text in tasks.items():
         file = folder / ("texts.jsonl" if name == "rolling" else "choices.jsonl")
         source = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {file}}}}}\ntest_split: test"
         (folder / f"{name}.yaml").write_text(text + source)
 
 
-def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int = 1) -> dict[str, Any]:
+def evaluate(
+    model: str, arguments: str, tasks: Path, output: Path, ranks: int = 1, names: Collection[str] = TASKS
+) -> dict[str, Any]:
     module = "torchtrain.evaluate" if model == "torchtrain" else "lm_eval"
     checked_command(
         *(module, "--model", model, "--model_args", arguments, "--device", "cpu"),
-        *("--tasks", ",".join(TASKS), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
+        *("--tasks", ",".join(names), "--include_path", str(tasks), "--batch_size", "3", "--log_samples"),
         *("--output_path", str(output)),
         ranks=ranks,
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
@@ -87,7 +90,7 @@ def evaluate(model: str, arguments: str, tasks: Path, output: Path, ranks: int =
     (results,) = output.rglob("results_*.json")
     scores = json.loads(results.read_text())["results"]
     samples = {}
-    for task in TASKS:
+    for task in names:
         lines = next(output.rglob(f"samples_{task}_*.jsonl")).read_text().splitlines()
         samples[task] = [json.loads(line)["filtered_resps"] for line in lines]
     return {"scores": scores, "samples": samples}

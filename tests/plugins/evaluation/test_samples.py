@@ -25,7 +25,7 @@ from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_
 
 PROMPTS = ("a", "bcd", "ef")
 NEW_TOKENS = 9
-EOS = 3
+EOS = 39  # ends some of the texts, in their middle
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP": (2, {}),
     "FSDP, more ranks than prompts": (4, {}),
@@ -42,6 +42,7 @@ class Letters:
     """A tokenizer with a token for each character, and one for each number below the vocabulary size."""
 
     bos_id, eos_id = 1, EOS
+    special_ids = frozenset[int]()
 
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         return [self.bos_id] * bos + [ord(character) % TINY.vocab_size for character in text]
@@ -105,6 +106,7 @@ def test_samples_are_those_of_generate(gloo: GlooPool, references: dict[float, l
     assert greedy[:3] == greedy[3:]
     assert drawn[:3] != drawn[3:]
     assert len(set(drawn)) == 6
+    assert len({len(text.split()) for text in drawn}) > 2  # some have ended
     for temperature, expected in references.items():
         assert gloo.run(1, sampled, {}, temperature) == [expected]
 

@@ -13,19 +13,50 @@ from unittest.mock import Mock
 
 import datasets
 import pytest
+import torch
 from forked_command import checked_command, run_command
 from forked_run import read_metrics
-from test_evaluate import CHOICES, evaluate, skip_default_tasks, write_tasks
+from gloo_pool import GlooPool
+from parity import TINY, build, config_of, full_weights
+from test_evaluate import CHOICES, TASKS, evaluate, skip_default_tasks, write_tasks
+from test_samples import Letters
 
 from torchtrain.config.schema import JobConfig, ValidationConfig
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.metrics.validation import check_validation_parts
-from torchtrain.plugins.evaluation.harness import task_data_error
-from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, load_tasks
+from torchtrain.models.llama import Transformer
+from torchtrain.plugins.evaluation.generation import Sampling
+from torchtrain.plugins.evaluation.harness import StoppedTexts, task_data_error
+from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, TrainingHarness, load_tasks
 
 pytest.importorskip("lm_eval")
 
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+# Examples and texts that are drawn, and a metric of several filters. The scores depend on each token.
+DRAWN_TASKS = {
+    "shots": """
+task: shots
+output_type: loglikelihood
+doc_to_text: "{{context}}"
+doc_to_target: "{{choices[0]}}"
+num_fewshot: 2
+fewshot_split: test
+metric_list:
+  - {metric: perplexity, aggregation: perplexity, higher_is_better: false}
+""",
+    "drawn": """
+task: drawn
+output_type: generate_until
+doc_to_text: "{{context}}"
+doc_to_target: "{{choices[0]}}"
+generation_kwargs: {until: ["\n\n\n"], max_gen_toks: 12, do_sample: true, temperature: 1.0}
+filter_list:
+  - {name: whole, filter: [{function: take_first}]}
+  - {name: name-only, filter: [{function: regex, regex_pattern: "([a-z]+)"}, {function: take_first}]}
+metric_list:
+  - {metric: chrf, aggregation: chrf, higher_is_better: true}
+""",
+}
 
 
 def train(folder: Path, tmp_path: Path, ranks: int, *options: str) -> list[dict[str, Any]]:
@@ -45,13 +76,17 @@ def train(folder: Path, tmp_path: Path, ranks: int, *options: str) -> list[dict[
 
 def prepare(tmp_path: Path) -> list[str]:
     """Write text and tasks; returns the options to score them with trained and averaged weights."""
-    write_tasks(tmp_path)
+    write_tasks(tmp_path, TASKS | DRAWN_TASKS)
     (tmp_path / "text.txt").write_text("".join(f"def name{n}(self):\n    return {n * n}\n\n\n" for n in range(300)))
     return [
         *("--validation.enable", "--validation.path", str(tmp_path / "text.txt"), "--validation.steps", "1"),
         *("--validation.interval", "2", "--validation.weights", "both", "--validation.tasks_path", str(tmp_path)),
-        *("--validation.tasks", "choice", "rolling", "complete"),
+        *("--validation.tasks", *TASKS, *DRAWN_TASKS),
     ]
+
+
+def without_tasks(options: list[str]) -> list[str]:
+    return options[: options.index("--validation.tasks")]
 
 
 def scores_of(line: dict[str, Any], prefix: str) -> dict[str, float]:
@@ -61,12 +96,13 @@ def scores_of(line: dict[str, Any], prefix: str) -> dict[str, float]:
 def scores_of_evaluate(folder: Path, weights: str, prefix: str, tmp_path: Path) -> dict[str, float]:
     """Scores of ``torchtrain.evaluate`` on the last checkpoint in ``folder``, named as those of a validation."""
     output = tmp_path / f"{folder.name}_{weights}"
-    scores = evaluate("torchtrain", f"checkpoint={folder},weights={weights}", tmp_path, output)["scores"]
+    model = f"checkpoint={folder},weights={weights}"
+    scores = evaluate("torchtrain", model, tmp_path, output, names=[*TASKS, *DRAWN_TASKS])["scores"]
     return {
-        f"{prefix}_task_{task}_{key.removesuffix(',none')}": value
+        f"{prefix}_task_{task}_{key.removesuffix(',none').replace(',', '_')}": value
         for task, metrics in scores.items()
         for key, value in metrics.items()
-        if key.endswith(",none") and "_stderr" not in key
+        if "," in key and "_stderr" not in key
     }
 
 
@@ -85,10 +121,88 @@ def test_scores_are_those_of_evaluate(tmp_path: Path) -> None:
         expected = scores_of_evaluate(tmp_path / "1True", weights, prefix, tmp_path)
         assert found == pytest.approx(expected, rel=1e-6)  # likelihoods are sums of rounded numbers
         assert {f"{prefix}_task_choice_acc", f"{prefix}_task_rolling_bits_per_byte"} < found.keys()
+        assert found[f"{prefix}_task_drawn_chrf_whole"] != found[f"{prefix}_task_drawn_chrf_name-only"]
         assert {name: two[4][name] for name in found} == pytest.approx(found, rel=1e-5)
     report = (tmp_path / "1True" / "report.md").read_text()
     assert f"| tasks | choice acc {one[4]['validation_task_choice_acc']:.4g} after step 4 |" in report
     assert one[2]["validation_task_rolling_bits_per_byte"] > one[4]["validation_task_rolling_bits_per_byte"]
+
+
+def greedy_tokens(model: Transformer, tokens: list[int], count: int) -> list[int]:
+    """The most likely ``count`` tokens after ``tokens``, one by one."""
+    for _ in range(count):
+        tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
+    return tokens[-count:]
+
+
+def requests_and_scores() -> tuple[list[Any], list[tuple[float, bool]]]:
+    """Answers of which all tokens are the most likely ones, all but one, or none, with their scores by the model."""
+    model = Transformer(TINY)
+    model.load_state_dict(full_weights(build(config_of()).model_parts))
+    requests, scores = [], []
+    for context in ([5, 9, 3], [7], [60, 4, 4, 12, 1]):
+        greedy = greedy_tokens(model, context, 4)
+        answers = [greedy, greedy[:1], [], [(token + 1) % TINY.vocab_size for token in greedy]]
+        answers += [[*greedy[:i], (greedy[i] + 1) % TINY.vocab_size, *greedy[i + 1 :]] for i in range(4)]
+        for answer in answers:
+            logits = model(torch.tensor([context + answer]))[0, len(context) - 1 : len(context + answer) - 1]
+            likelihoods = logits.log_softmax(dim=-1).gather(1, torch.tensor(answer, dtype=torch.int64)[:, None])
+            requests.append((None, context, answer))
+            scores.append((likelihoods.sum().item(), logits.argmax(dim=-1).tolist() == answer))
+    return requests, scores
+
+
+def scored_in_training(parallelism: dict[str, Any], requests: list[Any]) -> list[tuple[float, bool]]:
+    config = config_of(parallelism=parallelism)
+    harness = TrainingHarness(config, Letters(), build(config))
+    return harness._loglikelihood_tokens(requests, disable_tqdm=True)
+
+
+def scored_by_the_command(requests: list[Any]) -> list[tuple[float, bool]]:
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
+
+    model = Transformer(TINY)
+    model.load_state_dict(full_weights(build(config_of()).model_parts))
+    harness = HarnessModel.__new__(HarnessModel)
+    harness.trained, harness.batch_size = Mock(model=model, device=torch.device("cpu")), 3
+    return harness._loglikelihood_tokens(requests, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_answers_are_greedy_if_all_of_their_tokens_are(gloo: GlooPool, ranks: int) -> None:
+    requests, expected = gloo.run(1, requests_and_scores)[0]
+    assert [is_greedy for _, is_greedy in expected].count(True) == 9
+    results = [*gloo.run(ranks, scored_in_training, {}, requests), *gloo.run(1, scored_by_the_command, requests)]
+    for found in results:
+        assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
+        assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-5)
+
+
+def test_text_ends_at_any_stop_sequence_or_eos() -> None:
+    texts = StoppedTexts(Letters(), 4, stops=["7 8", "9"], eos_ids={3, 4})
+    ended = [[texts.add(i, token) for token in row] for i, row in enumerate([[7, 8], [5, 9], [6, 3], [4]])]
+    assert ended == [[False, True], [False, True], [False, True], [True]]
+    assert texts.texts == ["7 8", "5 9", "6 3", "4"]
+
+
+def test_generation_ends_when_all_texts_have_ended(gloo: GlooPool) -> None:
+    """Two prompts, of which one has a stop sequence after its first token."""
+    assert gloo.run(1, lengths_of_texts) == [[1, 5]]
+
+
+def lengths_of_texts() -> list[int]:
+    from torchtrain.plugins.evaluation.evaluate_command import HarnessModel
+
+    model = Transformer(TINY)
+    model.load_state_dict(full_weights(build(config_of()).model_parts))
+    prompts = [[5, 9, 3], [7]]
+    first = greedy_tokens(model, prompts[0], 1)[0]
+    assert first not in greedy_tokens(model, prompts[1], 5)
+    harness = HarnessModel.__new__(HarnessModel)
+    harness.trained = Mock(model=model)
+    texts = StoppedTexts(Letters(), 2, stops=[str(first)], eos_ids=())
+    harness._generate(prompts, Sampling(), 5, 0, texts)
+    return [texts.texts[0].split().index(str(first)) + 1, len(texts.tokens[1])]
 
 
 TENSOR, CONTEXT, PIPELINE = (f"--parallelism.{name}_parallel_degree=2" for name in ("tensor", "context", "pipeline"))
@@ -117,7 +231,7 @@ def test_scores_on_layouts_are_those_of_evaluate(tmp_path: Path, layout: str) ->
     (last,) = (line for line in lines if "validation_loss" in line and line["step"] == 4)
     for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
         expected = scores_of_evaluate(tmp_path / "run", weights, prefix, tmp_path)
-        assert len(expected) == 4
+        assert len(expected) == 7
         assert scores_of(last, prefix) == pytest.approx(expected, rel=1e-6)
 
 
@@ -130,7 +244,7 @@ def test_scores_of_a_compiled_model_are_those_of_evaluate(tmp_path: Path) -> Non
     (last,) = (line for line in lines if "validation_loss" in line and line["step"] == 4)
     for prefix, weights in (("validation", "trained"), ("validation_ema", "ema")):
         expected = scores_of_evaluate(tmp_path / "run", weights, prefix, tmp_path)
-        assert len(expected) == 4
+        assert len(expected) == 7
         assert scores_of(last, prefix) == pytest.approx(expected, rel=1e-6)
 
 
@@ -201,7 +315,7 @@ def write_questions(folder: Path, count: int) -> None:
 @pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5)])
 def test_answers_may_be_empty(tmp_path: Path, ranks: int, count: int) -> None:
     """All of a batch, so that no token is scored."""
-    options = prepare(tmp_path)[:-3]
+    options = without_tasks(prepare(tmp_path))
     write_questions(tmp_path, count)
     lines = train(tmp_path / "run", tmp_path, ranks, *options, "--validation.tasks", "empty")
     scores = [line["validation_task_empty_acc"] for line in lines if "validation_task_empty_acc" in line]
@@ -237,7 +351,7 @@ def signal_while_requests_are_built() -> None:
 
 
 def test_stop_is_seen_while_requests_are_built(tmp_path: Path) -> None:
-    options = [option for option in prepare(tmp_path)[:-3] if option not in ("--validation.weights", "both")]
+    options = [option for option in without_tasks(prepare(tmp_path)) if option not in ("--validation.weights", "both")]
     write_questions(tmp_path, 250)
     result = run_command(
         *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml"),
