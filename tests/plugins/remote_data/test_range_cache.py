@@ -146,6 +146,31 @@ def test_size_is_limited_and_the_oldest_entries_are_removed(tmp_path: Path, monk
     assert len(files_of(tmp_path / "torchtrain-ranges")) <= 16
 
 
+def test_segments_that_are_read_are_kept_and_the_others_removed_by_their_last_use(tmp_path: Path) -> None:
+    """Of entries of both kinds; the times are set, since a file system may not distinguish quick uses."""
+    cache = RangeCache(tmp_path, 16 * ENTRY_BYTES)
+    wrong = Mock(side_effect=lambda *_: pytest.fail("it is in the cache"))
+    for number in range(12):
+        if number % 2:
+            cache.read(str(number), lambda: b"content")
+        else:
+            cache.read_part(str(number), 0, 7, 7, lambda *_: b"content")
+        for entry in files_of(tmp_path):
+            os.utime(entry, ns=(0, entry.stat().st_mtime_ns - 10**12))  # each is older than the next
+    for number in (4, 1):  # the last uses, in this order
+        used = set(files_of(tmp_path))
+        if number % 2:
+            cache.read(str(number), wrong)
+        else:
+            cache.read_part(str(number), 0, 7, 7, wrong)
+        assert set(files_of(tmp_path)) == used
+    cache._limit_bytes = 4 * ENTRY_BYTES  # leaves three
+    cache._remove_old()
+    assert len(files_of(tmp_path)) == 3
+    assert cache.read("11", wrong) == cache.read("1", wrong) == b"content"
+    assert cache.read_part("4", 0, 7, 7, wrong) == b"content"
+
+
 def test_small_ranges_of_an_object_share_a_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(range_cache, "_SEGMENT_BLOCKS", 64)
     content = random.Random(0).randbytes(150_001)  # segments of 64 x 1016 bytes: three
