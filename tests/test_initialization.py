@@ -111,6 +111,33 @@ def test_standard_deviation_depends_on_depth_for_residual_outputs() -> None:
     assert model.output.weight.std().item() == pytest.approx(truncated / math.sqrt(config.dim), rel=0.02)
 
 
+@pytest.mark.parametrize(("base_dim", "base_layers"), [(None, None), (64, None), (None, 2), (64, 2)])
+def test_standard_deviations_with_mup_are_those_of_the_table_in_the_documentation(
+    base_dim: int | None, base_layers: int | None
+) -> None:
+    """docs/recipes.md; Llama's own where there is no base model. Each parameter, in each layer."""
+    m, depth = 256 / (base_dim or 256), 6 / (base_layers or 6)
+    base = replace(flavor_config("qwen2", "debugmodel"), vocab_size=512, max_seq_len=16)
+    model = Transformer(replace(base, base_dim=base_dim, base_layers=base_layers))
+    with layout_independent_init([model], seed=0):
+        model.init_weights()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            value = 0.0 if name.endswith("bias") else 1 / m if name == "norm.weight" else 1.0
+            assert (parameter == value).all(), name
+            continue
+        std = 0.02 / math.sqrt(m)
+        if name == "tok_embeddings.weight":
+            std = 0.02
+        elif name == "output.weight":
+            std = 1 / math.sqrt(256 / m)  # as in the narrow model
+        elif ".wo." in name or ".w2." in name:
+            layer = int(name.split(".")[1]) / depth  # of the shallow model
+            std = 0.02 / math.sqrt(m) / math.sqrt(2 * (layer + 1)) / depth
+        assert parameter.std().item() == pytest.approx(0.98658 * std, rel=0.02), name
+        assert parameter.abs().max() <= 3.001 * std, name
+
+
 def test_values_do_not_depend_on_the_blocks_filled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = filled(0)
     monkeypatch.setattr("torchtrain.models.initialization.BLOCKS_IN_FLIGHT", 1)  # 65 of 300 rows at a time

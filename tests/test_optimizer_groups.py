@@ -120,6 +120,36 @@ def test_the_first_pattern_that_matches_sets_optimizer_rate_and_decay_of_a_param
     assert {name: found[name] for name in expected} == expected
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_mup_divides_rates_and_multiplies_decays_as_the_table_in_the_documentation(name: str) -> None:
+    """docs/recipes.md, with m = 4 and l = 3, on top of the factors and decays of groups."""
+    model = replace(TINY, n_layers=3, qkv_bias=True, base_dim=TINY.dim // 4, base_layers=1)
+    config = OptimizerConfig(
+        name=name,
+        lr=1e-2,
+        weight_decay=0.2,
+        hidden=ParameterGroupConfig(lr_factor=0.5),
+        no_decay=ParameterGroupConfig(lr_factor=3.0, weight_decay=0.1),
+        groups=(ParameterPatternConfig(params="layers.1.*.w3.weight", lr_factor=0.25, weight_decay=0.7),),
+    )
+    found = {}
+    for group in build_optimizer([Transformer(model)], config, model=model).param_groups:
+        for parameter in group["param_names"]:
+            found[parameter] = group["lr"], group["weight_decay"]
+    of_matrices = 4.0 if name == "adamw" else 2.0
+    for parameter, numbers in found.items():
+        rate, decay, divisor = (0.5e-2, 0.2, of_matrices)
+        if parameter in ("tok_embeddings.weight", "output.weight"):
+            rate, decay, divisor = 1e-2, 0.2, 1.0
+        elif "norm" in parameter or parameter.endswith("bias"):
+            rate, decay, divisor = 3e-2, 0.1, 4.0 if parameter == "norm.weight" else 1.0
+        elif parameter == "layers.1.feed_forward.w3.weight":
+            rate, decay = 0.25e-2, 0.7
+        elif ".wo." in parameter or ".w2." in parameter:
+            divisor = 3 * of_matrices
+        assert numbers == pytest.approx((rate / divisor, decay * divisor)), parameter
+
+
 def test_a_model_with_patterns_has_the_updates_of_plain_adamw() -> None:
     torch.manual_seed(0)
     model = Transformer(MODEL)
