@@ -83,6 +83,53 @@ def test_other_sequence_length_continues_tokenized_data_after_as_many_tokens(tmp
     assert torch.equal(take(new, 1)[0], torch.cat((take(whole, 1)[0], take(whole, 1)[0]))[6:10])
 
 
+@pytest.mark.parametrize(("before", "now"), [(16, 32), (32, 16), (16, 24), (3, 300), (300, 7)])
+def test_other_sequence_length_near_the_end_of_an_epoch_of_tokenized_data(
+    tmp_path: Path, before: int, now: int
+) -> None:
+    """As many tokens of the epoch are skipped as it has read. An epoch that has ended is followed by the next one."""
+    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:20]))
+    config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
+    targets = len(loader(config).sources[0]) - 1  # type: ignore[arg-type]
+    old_windows, new_windows = targets // before, targets // now
+    for epoch, drawn in [(0, 1), (0, old_windows - 1), (1, 0), (1, 1), (2, old_windows // 2), (2, old_windows - 1)]:
+        old, new, fresh = (loader(config, 1, seq_len) for seq_len in (before, now, now))
+        rows = old.state_dict()["rows"]
+        rows[:, 1] = epoch * old_windows + drawn
+        old.load_state_dict({"rows": rows})
+        after_as_many = (n for n in range(new_windows) if n * now >= drawn * before)
+        expected = epoch * new_windows + next(after_as_many, new_windows)
+        assert resumed(old, new).state_dict()["rows"][0, 1] == expected
+        fresh.load_state_dict({"rows": new.state_dict()["rows"]})
+        assert torch.equal(take(new, 2), take(fresh, 2))
+
+
+def test_data_that_have_ended_do_not_begin_again_with_another_sequence_length(tmp_path: Path) -> None:
+    """The last window of data that are read once is not full."""
+    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:20]))
+    config = DataConfig(path=str(tmp_path / "tokens"), when_exhausted="stop", prefetch=0)
+    targets = len(loader(config).sources[0]) - 1  # type: ignore[arg-type]
+    for before, now in ((16, 32), (32, 16), (7, 100)):
+        old, new = loader(config, 1, before), loader(config, 1, now)
+        rows = old.state_dict()["rows"]
+        rows[:, :2] = torch.tensor([1, -(-targets // before)])
+        old.load_state_dict({"rows": rows})
+        assert next(old, None) is None
+        assert next(resumed(old, new), None) is None
+
+
+def test_other_sequence_length_continues_text_in_the_next_epoch(tmp_path: Path) -> None:
+    config = DataConfig(path=write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:9]), prefetch=0)
+    old, whole = loader(config, seq_len=16), loader(config, seq_len=16)
+    steps = 0
+    while old.state_dict()["rows"][:, 2].min() < 2 * 9:  # parts over all epochs
+        steps += take(old, 2).shape[0]
+    new = resumed(old, loader(config, seq_len=32))
+    assert new.state_dict()["rows"][0, 1] == 4 * steps // 2
+    expected = take(whole, steps + 8)[steps:].transpose(0, 1).reshape(4, -1)
+    assert torch.equal(take(new, 4).transpose(0, 1).reshape(4, -1), expected)
+
+
 def test_new_source_begins_and_the_other_continues(tmp_path: Path) -> None:
     first = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     second = SourceConfig(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[:30]))
