@@ -32,8 +32,8 @@ from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import file_formats, text_sources
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
-from torchtrain.distributed.agreement import on_all_ranks
-from torchtrain.errors import DataError, StorageError, TorchtrainError
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks, on_all_ranks, on_rank0
+from torchtrain.errors import CheckpointError, DataError, StorageError, TorchtrainError
 from torchtrain.plugins.remote_data import hub, remote_files
 
 
@@ -321,6 +321,34 @@ def test_results_stay_on_their_rank_and_an_error_of_one_rank_is_raised_on_all(gl
         f"TorchtrainError: rank 1 on host {host}: ValueError('a bug')",
         "ValueError: a bug",
     ]
+
+
+def codes_of_failures(failing: int) -> list[int]:
+    """Exit codes of errors that ``failing`` raises, one whose code is not that of its class among them."""
+    denied = StorageError("a folder is denied")
+    denied.exit_code = 2
+    lost = CheckpointError("no answer")
+    lost.exit_code = 74
+    own_group = world_group()
+    functions: list[Callable[[Callable[[], Any]], Any]] = [
+        partial(on_all_ranks, group=own_group),
+        partial(gather_from_all_ranks, group=own_group),
+    ]
+    if failing == 0:
+        functions += [partial(on_rank0, group=own_group), partial(broadcast_from_rank0, group=own_group)]
+    codes = []
+    for function in functions:
+        for error in (denied, lost, StorageError("no answer"), DataError("no data")):
+            try:
+                function(partial(fail, error) if dist.get_rank() == failing else int)
+            except type(error) as raised:
+                codes.append(raised.exit_code)
+    return codes
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_exit_code_of_an_error_is_that_of_the_rank_that_failed(gloo: GlooPool, failing: int) -> None:
+    assert gloo.run(2, codes_of_failures, failing) == [[2, 74, 74, 2] * (4 if failing == 0 else 2)] * 2
 
 
 def own_folder(folder: Path) -> None:

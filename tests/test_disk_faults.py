@@ -13,10 +13,11 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import patch
+from typing import Any, Literal
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -31,14 +32,16 @@ from tokenizers import Tokenizer, normalizers
 from torch import Tensor
 
 from torchtrain import convert, files, generate
+from torchtrain.checkpoint import manager as manager_module
 from torchtrain.checkpoint.local_storage import LocalStorage, saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import GROUP_TIMEOUT, ResumePoint, find_resume_point
+from torchtrain.checkpoint.storage import StagedCheckpoint, WriterLease
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.cli import run_command as run_in_this_process
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.connections import new_gloo_group
-from torchtrain.errors import StorageError
+from torchtrain.errors import CheckpointError, StorageError
 from torchtrain.files import with_retries
 from torchtrain.models.llama import Transformer
 
@@ -107,6 +110,53 @@ def save_two_checkpoints(folder: Path) -> None:
     for step in (1, 2):
         manager.maybe_save(step, last=True)
     manager.close()
+
+
+class FailingStorage(LocalStorage):
+    """A storage in which rank 1 cannot create a file."""
+
+    error: Exception
+
+    def stage(self, step: int, lease: WriterLease) -> StagedCheckpoint:
+        staged = super().stage(step, lease)
+        if dist.get_rank() == 1:
+            staged.create = Mock(side_effect=self.error)  # type: ignore[method-assign]
+        return staged
+
+
+def results_of_failed_saves(folder: Path, error: Exception, mode: Literal["disabled", "async"]) -> list[object]:
+    """Of two failed saves and a good one, of the same step again: exit code of the error that is raised, whether a save
+    is still due, and whether one is a minute later."""
+    config = replace(CONFIG, interval_minutes=1, max_failed_saves=2, async_mode=mode)
+    storage = FailingStorage(str(folder / "checkpoint"))
+    storage.error = error
+    start = find_resume_point(config, storage, "")
+    manager = CheckpointManager(config, storage, {"state": Numbers()}, "", start)
+    found: list[object] = []
+    for number, step in enumerate((1, 2, 2), 1):
+        if number == 3:
+            manager.storage = LocalStorage(str(folder / "checkpoint"))
+        manager.clock.agreed = True
+        code = 0
+        try:
+            manager.maybe_save(step)
+            manager.wait()
+        except CheckpointError as raised:
+            code = raised.exit_code
+        time_after = time.monotonic() + 60
+        with patch.object(manager_module, "time", SimpleNamespace(monotonic=lambda now=time_after: now)):
+            found.append((code, manager.clock.agreed, manager.clock.pending))
+    manager.close()
+    return [*found, saved_steps(folder / "checkpoint")]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize(("error", "code"), [(StorageError("no answer"), 74), (OSError(errno.EROFS, "read-only"), 2)])
+def test_save_that_fails_on_another_rank_has_its_exit_code_and_restarts_the_clock(
+    gloo: GlooPool, tmp_path: Path, error: Exception, code: int, mode: str
+) -> None:
+    expected = [(0, False, True), (code, False, True), (0, False, True), [2]]
+    assert gloo.run(2, results_of_failed_saves, tmp_path, error, mode) == [expected] * 2
 
 
 @contextmanager
