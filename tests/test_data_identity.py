@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtrain.datasets import data_identity
+from torchtrain.datasets import data_identity, local_files
 from torchtrain.datasets.data_identity import DataFile, FileTable, as_json, describe_changes, from_json
 from torchtrain.datasets.local_files import identify
 
@@ -72,6 +72,31 @@ def test_table_of_many_files_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert [len(files.files) for files in (before, now)] == [3, 3]
     # Nothing is known of files after c, which is the last one in both tables.
     assert describe_changes(before, now) == "added: a; changed: c"
+
+
+def test_hash_of_a_large_file_depends_on_its_beginning_middle_and_end(tmp_path: Path) -> None:
+    """At each border of the three parts, and on its size; of a small file on each byte."""
+    whole, part = local_files._WHOLE_BYTES, local_files._BLOCK_BYTES
+    size = whole + 4 * part + 1
+    middle = (size - part) // 2
+    file = tmp_path / "large.txt"
+
+    def hash_with(place: int | None, size: int = size) -> str:
+        content = bytearray(size)
+        if place is not None:
+            content[place] = 1
+        file.write_bytes(content)
+        identity = identify([file], verify_bytes=0)
+        return f"{identity.text} {identity.files.files[0].hash}"
+
+    read = [0, part - 1, middle, middle + part - 1, size - part, size - 1]
+    hashes = [hash_with(place) for place in (None, *read)]
+    assert len(set(hashes)) == 1 + len(read)
+    for place in (part, middle - 1, middle + part, size - part - 1):
+        assert hash_with(place) == hashes[0]
+    assert hash_with(None, size + 1) != hashes[0]
+    places = (None, 0, whole // 3, whole // 2, whole - 1)
+    assert len({hash_with(place, whole) for place in places}) == len(places)
 
 
 def test_table_has_the_content_of_large_files_where_all_of_it_was_read(tmp_path: Path) -> None:
