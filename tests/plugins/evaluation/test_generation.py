@@ -1,5 +1,6 @@
 """Generated tokens compared with transformers' generate, and the generate command."""
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -272,6 +273,31 @@ def test_generate_passes_on_its_options(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(StopCommand):
         command.main(["run", "--prompt", "a", "--device", "cpu", "--dtype", "bfloat16", *options.split()])
     assert calls == [("run", "cpu", "bfloat16", "t", "ema"), (Sampling(0.7, 3, 0.6, 9), [5])]
+
+
+@pytest.mark.parametrize("text", ["Größe: 日本語 😀!", " naïve\n\tx = 'é'", "ends in 😀"])
+@pytest.mark.parametrize("cut", [False, True])
+def test_text_is_shown_in_pieces_of_whole_characters(monkeypatch: pytest.MonkeyPatch, text: str, cut: bool) -> None:
+    """Each as soon as all of its bytes are there; ``cut``: the last one lacks some."""
+    tokenizer = load_tokenizer("")
+    before, tokens = tokenizer.encode("def ", bos=True), tokenizer.encode(text)
+    tokens = tokens[: len(tokens) - cut]
+    after_each = [
+        tokenizer.decode(before + tokens[: i + 1])[len(tokenizer.decode(before)) :] for i in range(len(tokens))
+    ]
+    assert any(shown.endswith("\ufffd") for shown in after_each)  # characters of several tokens
+
+    steps = ([token, None] if i else [token, 5] for i, token in enumerate(tokens))
+    monkeypatch.setattr("torchtrain.plugins.evaluation.generation.generate", lambda *_, **__: steps)
+    model: Any = None
+    trained = TrainedModel(model, tokenizer, torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
+    pieces: list[str] = []
+    found = command.complete(trained, ["def ", "x"], [before] * 2, Sampling(), [99] * 2, 0, pieces.append)
+    whole = [shown for shown in after_each if not shown.endswith("\ufffd")]
+    assert "".join(pieces) == f"{after_each[-1]}\n" == f"{found[0]['text']}\n"
+    assert list(itertools.accumulate(pieces))[:-1] == whole
+    if not cut:
+        assert found[0]["text"] == text
 
 
 def test_results_state_why_a_text_ended(monkeypatch: pytest.MonkeyPatch) -> None:

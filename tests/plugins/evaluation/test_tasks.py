@@ -22,6 +22,7 @@ from test_evaluate import CHOICES, TASKS, evaluate, skip_default_tasks, write_ta
 from test_samples import Letters
 
 from torchtrain.config.schema import JobConfig, ValidationConfig
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.metrics.validation import check_validation_parts
 from torchtrain.models.llama import Transformer
@@ -183,6 +184,18 @@ def test_text_ends_at_any_stop_sequence_or_eos() -> None:
     ended = [[texts.add(i, token) for token in row] for i, row in enumerate([[7, 8], [5, 9], [6, 3], [4]])]
     assert ended == [[False, True], [False, True], [False, True], [True]]
     assert texts.texts == ["7 8", "5 9", "6 3", "4"]
+
+
+def test_stop_sequence_of_several_bytes_is_found_in_tokens_of_parts_of_a_character() -> None:
+    tokenizer = load_tokenizer()
+    tokens = tokenizer.encode("ab😀😀cd")
+    texts = StoppedTexts(tokenizer, 1, stops=["😀c", "😀😀"], eos_ids=())
+    ended = [texts.add(0, token) for token in tokens]
+    assert texts.texts == ["ab😀😀cd"]
+    first = ended.index(True)
+    assert all(ended[first:])
+    assert tokenizer.decode(tokens[: first + 1]).endswith("😀😀")
+    assert not tokenizer.decode(tokens[:first]).endswith("😀😀")
 
 
 def test_generation_ends_when_all_texts_have_ended(gloo: GlooPool) -> None:
