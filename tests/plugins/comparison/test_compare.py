@@ -14,11 +14,12 @@ from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from forked_command import checked_command, run_command
 from forked_run import finish
 from gloo_pool import GlooPool
@@ -29,17 +30,20 @@ from safetensors.torch import load_file, save_file
 from torchtrain import files
 from torchtrain.compare import main
 from torchtrain.config.parse import from_text, to_toml
+from torchtrain.config.schema import ParameterGroupConfig
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.comparison import runs
 from torchtrain.plugins.comparison.fingerprints import (
     FILE,
     Fingerprint,
     StepFingerprints,
+    assemble,
     distance,
     first_difference,
     read,
 )
-from torchtrain.plugins.comparison.runs import open_run, plot_losses
+from torchtrain.plugins.comparison.runs import Finding, RunFolder, open_run, plot_losses, summarize, verdict
 from torchtrain.plugins.stages.driver import resolve_stages
 
 ROOT = Path(__file__).parents[3]
@@ -523,6 +527,150 @@ def test_non_finite_values_in_both_runs_are_equal() -> None:
             assert distance_of([*figures, 1.0, 2.0, last], [*figures, 1.5, 2.0, last]) > 0.05
     assert distance_of([1.0, 1.0, 1.0, 1.0], [nan, nan, nan, 1.0]) == inf
     assert distance_of([3.0, 3.0, 2.0, 1.0, 2.0], [nan, nan, nan, 1.0, nan]) == inf
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_replicas_that_differ_are_named_with_their_distance(differ: bool) -> None:
+    """Parts of a tensor on four ranks, of which 1 and 3 have the same rows."""
+    numbers = {0: [4.0, 4.0, 3.0, 1.0, 0.0], 1: [5.0, 5.0, 4.0, 0.0, 2.0]}
+    parts = {
+        rank: ([[(2 * (rank % 2), 2 * (rank % 2) + 2)]], Fingerprint("float32", [4], "", np.array(numbers[rank % 2])))
+        for rank in range(4)
+    }
+    if differ:  # a sampled value of 2 by a quarter: root mean squares of 0.5 and of 2.5
+        other = parts[1][1]._replace(numbers=np.array([5.0, 5.0, 4.0, 0.0, 2.5]))
+        parts[3] = parts[3][0], other
+    found = assemble(parts)
+    assert found.note == ("ranks 1 and 3 have replicas that differ by 2.0e-01" if differ else "")
+    assert found.numbers.tolist() == [9.0, 9.0, 4.0, 1.0, 2.0]  # each row once
+    for by, is_reported in ((9e-6, False), (1.1e-5, True)):
+        rounded = parts[1][1]._replace(numbers=parts[1][1].numbers * (1 + by))
+        assert (assemble({**parts, 3: (parts[3][0], rounded)}).note != "") is is_reported
+
+
+def test_tolerance_of_two_dtypes_is_that_of_the_coarser() -> None:
+    def step(dtype: str, difference: float) -> StepFingerprints:
+        names = {"x output": 0.0, "y output": difference}
+        tensors = {
+            name: Fingerprint(dtype, [2], "", np.array([2.0, 2.0, 1.0, 1.0 + by, 1.0 + by]))
+            for name, by in names.items()
+        }
+        return StepFingerprints(tensors, np.zeros((1, 2, 1), np.int32))
+
+    allowed = 4 * 2**-7  # of bfloat16
+    for dtypes in itertools.permutations(("float32", "bfloat16")):
+        one, other = (step(dtype, by) for dtype, by in zip(dtypes, (0.0, 0.95 * allowed), strict=True))
+        assert first_difference(one, other, 1)[0] is None
+        one, other = (step(dtype, by) for dtype, by in zip(dtypes, (0.0, 1.1 * allowed), strict=True))
+        finding, before = first_difference(one, other, 1)
+        assert finding is not None
+        assert (finding.key, finding.dtype, finding.allowed, before) == ("y output", "bfloat16", allowed, 0.0)
+        assert str(finding).endswith("while all tensors before it agree to 0.0e+00 (bfloat16 allows 3.1e-02)")
+    finding, _ = first_difference(step("float32", 0.0), step("float32", 0.95 * allowed), 1)
+    assert finding is not None
+    assert (finding.dtype, finding.allowed) == ("float32", 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answers", "text", "match"),
+    [
+        ({"logged": (True, 12, 0, True)}, "match bitwise: 12 logged steps", True),
+        ({"logged": (True, 12, 0, False)}, "match to within rounding: 12 logged steps", True),
+        (
+            {"logged": (True, 3, 0, True), "saved": (True, 1, 21, True)},
+            "match bitwise: 3 logged steps and 21 tensors",
+            True,
+        ),
+        (
+            {"logged": (True, 3, 0, True), "saved": (True, 1, 21, False)},
+            "match to within rounding: 3 logged steps and 21 tensors",
+            True,
+        ),
+        ({"saved": (True, 1, 21, True), "computed": (True, 2, 50, True)}, "match bitwise: 71 tensors", True),
+        ({"logged": (None, 0, 0, False), "saved": (True, 1, 21, True)}, "match bitwise: 21 tensors", True),
+        ({"logged": (True, 12, 0, True), "saved": (False, 1, 21, False)}, "they differ", False),
+        ({"config": (False, 0, 0, False), "logged": (True, 12, 0, True)}, "they differ", False),
+        (
+            {"logged": (True, 9, 0, True)},
+            "no difference in 9 logged steps, which proves nothing: compare saved steps, fingerprints "
+            "(--debug.fingerprint_steps 1 2), or at least 10 logged steps (--metrics.log_freq 1)",
+            None,
+        ),
+    ],
+)
+def test_last_line_says_what_was_compared(
+    answers: dict[str, tuple[bool | None, int, int, bool]], text: str, match: bool | None
+) -> None:
+    keys = ("match", "steps", "tensors", "bitwise")
+    assert verdict({title: dict(zip(keys, answer, strict=True)) for title, answer in answers.items()}) == (text, match)
+
+
+def test_summary_counts_what_matches() -> None:
+    same = Finding("a", True, steps=3, tensors=5, is_bitwise=True)
+    close = Finding("b", True, steps=7, tensors=2)
+    bad = Finding("c", False, {"step": 1}, steps=100, tensors=100)
+    for findings, expected in (
+        ([same, close], (True, 7, 7, False)),
+        ([same, Finding("c")], (True, 3, 5, True)),
+        ([same, bad], (False, 3, 5, True)),
+        ([Finding("c")], (None, 0, 0, False)),
+    ):
+        found = summarize(findings)
+        assert (found["match"], found["steps"], found["tensors"], found["bitwise"]) == expected
+    assert summarize([same, bad])["found"] == [{"step": 1}]
+
+
+def test_saved_weights_may_differ_by_the_rounding_of_all_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the mean rate, the size of AdamW's update and the number of steps, and by the precision of the weight."""
+    config = config_of(
+        optimizer={"lr": 1e-2, "beta2": 0.999, "eps": 1e-3, "embedding": ParameterGroupConfig(lr_factor=3.0)},
+        lr_scheduler={"warmup_steps": 2, "decay_type": "linear"},
+    )
+    step, name = 8, "tok_embeddings.weight"
+    rates = [1e-2 * min(number / 2, (11 - number) / 8) for number in range(1, step + 1)]
+    shape = (100, 32)
+    mean, square = 0.02 / (1 - 0.9**step), 0.0009 / (1 - 0.999**step)
+    update = sum(rates) / step * 3 * mean / (math.sqrt(square) + 1e-3)
+    rounding = math.sqrt(2**-23)
+    allowed = rounding * step * update + 1e-6 * 5
+
+    class Reader:
+        def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+            self.tensors = tensors
+
+        def read_metadata(self) -> Any:
+            entries = {
+                key: SimpleNamespace(size=tensor.shape, properties=SimpleNamespace(dtype=tensor.dtype))
+                for key, tensor in self.tensors.items()
+            }
+            return SimpleNamespace(state_dict_metadata=entries)
+
+    def load(targets: dict[str, torch.Tensor], reader: Reader) -> None:
+        for key, target in targets.items():
+            target.copy_(reader.tensors[key])
+
+    monkeypatch.setattr(runs, "VerifiedReader", Reader)
+    monkeypatch.setattr(runs, "load_tensors", load)
+    monkeypatch.setattr(runs, "parameter_shapes", lambda _: [name])
+
+    def compared(apart: float, moments_apart: float = 0.0) -> tuple[str, str, bool]:
+        """The finding about two checkpoints whose weights, or relative moments, are so far apart."""
+        saved: Any = [
+            {
+                f"model.{name}": torch.full(shape, 5 + by * apart, dtype=torch.float64),
+                f"optimizer.{name}.exp_avg": torch.full(shape, 0.02 * (1 + by * moments_apart)),
+                f"optimizer.{name}.exp_avg_sq": torch.full(shape, 0.0009),
+            }
+            for by in (0, 1)
+        ]
+        [finding] = runs.saved_differences(RunFolder(Path(), config, {}, {}), saved, step)
+        return finding
+
+    for factor in (0.95, 1.05):
+        apart = factor * allowed
+        text = f"{apart:.1e} apart, its mean update is {update:.1e}; moments 0.0e+00 and 0.0e+00 of their size"
+        assert compared(apart) == (name, text, factor < 1)
+        assert compared(0.0, factor * 4 * rounding)[2] is (factor < 1)
 
 
 def test_weights_at_the_end_of_the_decay_are_within_rounding(tmp_path: Path) -> None:
