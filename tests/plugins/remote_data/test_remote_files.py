@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -32,7 +33,7 @@ from torchtrain.plugins.object_storage.storage import ObjectStorage
 from torchtrain.plugins.prepared_data import remote_folder, tokenize_dataset
 from torchtrain.plugins.prepared_data.data_folder import LocalFolder
 from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenized import verify
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest, verify
 from torchtrain.plugins.remote_data import streamed_text
 from torchtrain.plugins.remote_data.remote_files import RemoteFile, identify_remote
 
@@ -114,6 +115,44 @@ def test_object_that_changes_while_it_is_prepared_is_a_data_error(
     with pytest.raises(DataError, match="content of its files has changed since"):
         tokenize_dataset.prepare(source, "data", "", tmp_path / "out", processes=1)
     assert tokenize_dataset.prepare(source, "data", "", tmp_path / "new", processes=1) is not None
+
+
+@pytest.mark.parametrize("kind", ["tokens", "documents"])
+def test_shard_that_the_store_has_kept_short_is_not_complete(
+    prepared: str, memory: MemoryFileSystem, kind: str
+) -> None:
+    """For prepare, which then writes it again, and for a run."""
+    folder = open_folder(prepared)
+    manifest = Manifest.read(folder, prepared)
+    shard = manifest.shards[-1]
+    assert len(manifest.shards) > 1
+    for own in manifest.shards:
+        tokenize_dataset._write_record(folder, tokenize_dataset._Record(own, flushed=True, input_hash=""))
+    memory.rm_file(f"/prepared/{MANIFEST}")
+    names = [own.name for own in manifest.shards]
+    plan, name = replace(manifest, shards=()), f"/prepared/{shard.name}.{kind}"
+    whole = memory.cat_file(name)
+
+    def tokens_of_shard() -> int | None:
+        sizes, documents = folder.sizes(), Mock()
+        return tokenize_dataset._is_complete(documents, folder, sizes, plan, False, shard.name, len(names) - 1)
+
+    assert tokens_of_shard() == shard.tokens
+    for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x", None):
+        memory.rm_file(name) if content is None else memory.pipe_file(name, content)
+        assert tokens_of_shard() is None
+        assert tokenize_dataset._finish(folder, plan, names, 1, flushed=True) is None
+    memory.pipe_file(name, whole)
+    assert tokenize_dataset._finish(folder, plan, names, 1, flushed=True) == manifest
+    for content, found in (
+        (whole[:-1], f"has {len(whole) - 1} bytes, not"),
+        (b"", "has 0 bytes, not"),
+        (None, "is missing"),
+    ):
+        memory.rm_file(name) if content is None else memory.pipe_file(name, content)
+        if kind == "tokens":
+            with pytest.raises(DataError, match=rf"{shard.name}.tokens {found}"):
+                make_loader(DataConfig(path=prepared, prefetch=0))
 
 
 class HostedFileSystem(MemoryFileSystem):  # type: ignore[misc]
