@@ -275,6 +275,16 @@ def test_results_of_a_validation_name_the_best() -> None:
         diverged = {"step": 1, "validation_loss": loss}
         assert format_validation(results, [diverged, better])[0][1].endswith("the best was 2.2500 after step 1,500")
         assert format_validation(results, [diverged]) == format_validation(results, [])
+    averaged = {name.replace("validation_", "validation_ema_"): value for name, value in results.items()}
+    averaged = {name: value for name, value in averaged.items() if not name.endswith(("samples", "acc"))}
+    averaged |= {"validation_ema_loss": 2.375, "validation_task_arc_easy_acc": 0.125}
+    text_of_averaged = text.replace("2.5000", "2.3750")
+    line = {"step": 7, "validation_loss": 2.625, "validation_ema_loss": 2.0}
+    assert format_validation({**results, **averaged}, [line]) == [
+        ("trained weights", f"{text}; the best so far"),
+        ("averaged weights", f"{text_of_averaged}; the best was 2.0000 after step 7"),
+        ("tasks", "ema arc easy acc 0.25, arc easy acc 0.125"),
+    ]
     own = {"validation_loss_on_math": 1.5, "validation_tokens_per_second": 1e4}  # of a part that a user has added
     others = ("others", "loss on math 1.5, tokens per second 1e+04")
     assert format_validation({**results, **own}, [*lines, own | {"step": 3}]) == [
@@ -301,7 +311,9 @@ def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
         *({"step": n, "tokens": 100 * n, "loss": 5.0 - n, **step} for n in (1, 2, 4)),
         {"step": 2, "event": "start", "time": 0.0},
         {"step": 3, "tokens": 300, "loss": None, **step},
+        {"step": 1, "validation_loss": 2.5, "validation_ema_loss": 1.75, "validation_ema_loss_task_a": 2.5},
         {"step": 3, "validation_loss": 2.0, "validation_loss_task_a": 3.0, "validation_ema_task_a_loss": 0.25},
+        {"step": 3, "validation_ema_loss": 1.875, "validation_ema_loss_task_a": 2.25, "validation_task_a_loss": 0.5},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = summarize(read_run(tmp_path))
@@ -312,6 +324,9 @@ def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     ]
     assert rows[3:] == [
         ("validation", "loss 2.0000, the best 2.0000 after step 3"),
+        ("validation", "ema loss 1.8750, the best 1.7500 after step 1"),
+        ("validation", "ema loss task a 2.2500, the best 2.2500 after step 3"),
         ("validation", "loss task a 3.0000, the best 3.0000 after step 3"),
         ("tasks", "ema a loss 0.25 after step 3"),
+        ("tasks", "a loss 0.5 after step 3"),
     ]

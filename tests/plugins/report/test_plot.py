@@ -115,14 +115,18 @@ def test_plot_of_one_run_has_the_loss_of_each_source(tmp_path: Path) -> None:
 def test_plot_has_validations_and_scores(tmp_path: Path) -> None:
     """Of several runs each result has a line style, of one run each has a color."""
     results = {"validation_loss": 7.5, "validation_loss_wiki": 7.0, "validation_perplexity": 1808.0}
+    results |= {"validation_ema_loss": 7.25, "validation_ema_loss_wiki": 6.5}
     scores = {"validation_task_choice_acc": 0.25, "validation_ema_task_choice_acc": 0.5}
     lines = [numbers(1, 8.0) | {"lr": 1e-3}, numbers(2, 7.0) | {"lr": 2e-3}, {"step": 2, **results, **scores}]
     run = read_run(write_run(tmp_path / "run", lines))
     panels = {axes.get_title(loc="left"): axes for axes in plot([run], tmp_path / "curves.png").axes}
     loss, rate, tasks = (panels[title] for title in ("Loss (nats per token)", "Learning rate", "Scores of tasks"))
     assert rate.lines[0].get_ydata().tolist() == [1e-3, 2e-3]
-    assert [line.get_xydata().tolist() for line in loss.lines] == [[[1, 8], [2, 7]], [[2, 7.5]], [[2, 7.0]]]
-    assert [text.get_text() for text in loss.get_legend().get_texts()] == ["validation loss", "validation loss wiki"]
+    assert [line.get_xydata().tolist() for line in loss.lines] == [
+        *([[1, 8], [2, 7]], [[2, 7.5]], [[2, 7.0]], [[2, 7.25]], [[2, 6.5]])
+    ]
+    labels = ["loss", "loss wiki", "ema loss", "ema loss wiki"]
+    assert [text.get_text() for text in loss.get_legend().get_texts()] == [f"validation {name}" for name in labels]
     assert [line.get_xydata().tolist() for line in tasks.lines] == [[[2, 0.25]], [[2, 0.5]]]
     assert [text.get_text() for text in tasks.get_legend().get_texts()] == ["choice acc", "ema choice acc"]
     assert tasks.lines[0].get_color() != tasks.lines[1].get_color()
