@@ -15,7 +15,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
-from unittest.mock import MagicMock, patch
+from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
@@ -45,6 +45,7 @@ from torchtrain.errors import CheckpointError, ConfigError, DataError, FaultErro
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.comparison.fingerprints import read as read_fingerprints
 from torchtrain.plugins.stages import StagePlan, driver
@@ -859,6 +860,47 @@ def test_signals_are_handled_only_after_setup(tmp_path: Path, monkeypatch: pytes
     assert handled == [False, False, True, True, True, True, True]
     assert starts[0] <= resolved_at[0]
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+class StopBuilding(Exception):
+    pass
+
+
+def test_attention_backend_of_a_stage_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the next stage has the default, "auto"; a run without stages keeps the choice of the process."""
+    monkeypatch.setattr("torchtrain.trainer.enable_flight_recorder", Mock(side_effect=StopBuilding))
+    names = ("math", "auto", "flash", "auto")
+    tables = (
+        f'[[stages]]\nname = "{n}"\nsteps = 2\n[stages.training]\nattention_backend = "{name}"\n'
+        for n, name in enumerate(names)
+    )
+    found = []
+    try:
+        for config in resolved(BASE + "".join(tables)):
+            with pytest.raises(StopBuilding):
+                Trainer(config)
+            kinds = ("cudnn", "flash", "mem_efficient", "math")
+            found.append([kind for kind in kinds if getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()])
+        everything = ["cudnn", "flash", "mem_efficient", "math"]
+        assert found == [["math"], everything, ["flash"], everything]
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        with pytest.raises(StopBuilding):
+            Trainer(from_text(BASE, "test.toml"))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        choose_attention_backend("auto")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_code_of_a_stage_is_freed_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: bool
+) -> None:
+    reset, collect = Mock(), Mock()
+    monkeypatch.setattr(torch.compiler, "reset", reset)
+    monkeypatch.setattr(torchtrain.stages.gc, "collect", collect)
+    options = f"[compile]\nenable = {str(compiled).lower()}\n"
+    train_fake_stages(tmp_path, monkeypatch, lambda _: None, [], options)
+    assert (reset.call_count, collect.call_count) == (3 * compiled, 3)
 
 
 def test_later_stages_of_a_process_are_marked_in_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
