@@ -522,7 +522,15 @@ def test_muon_states_take_half_of_adamw_states_for_matrices() -> None:
 def test_offloaded_states_take_no_gpu_memory() -> None:
     offloaded = simulated(2, shape=DEEPER, training={"enable_cpu_offload": True}).recorder.steps[-1]
     plain = simulated(2, shape=DEEPER).recorder.steps[-1]
-    assert offloaded.live_at_end["parameters"] == offloaded.live_at_end["optimizer"] == 0
+    on_host = [CATEGORIES.index(name) for name in ("parameters", "gradients", "optimizer")]
+    assert all(moment.sizes[i] == 0 for moment in offloaded.timeline for i in on_host)
+    copied = Counter[str]()
+    for operation in offloaded.operations:
+        if operation.axis == "host":
+            copied[operation.name] += operation.bytes
+    microbatches, size = len(offloaded.microbatches), plain.live_at_end["parameters"]
+    assert copied["copy_to_host"] + copied["copy_to_host_and_wait"] == size
+    assert copied["copy_to_gpu"] > size * microbatches
     assert plain.live_at_end["optimizer"] == pytest.approx(2 * plain.live_at_end["parameters"], rel=0.01)
 
 
@@ -942,6 +950,16 @@ def test_durations_are_those_of_closed_forms() -> None:
         assert cost_model.compute(operation) == pytest.approx(seconds)
     limited = replace(cost_model, gpu=GPUS["h100-96"])
     assert limited.compute(product) == pytest.approx(1e12 / 989e12 / e.matmul / e.power_limited)
+    # The host updates what is offloaded to it, and nothing else.
+    offloading = replace(cost_model, config=JobConfig(training=TrainingConfig(enable_cpu_offload=True)))
+    update = Operation("add", "update", "", bytes=10**9)
+    assert offloading.compute(update) == pytest.approx(1e9 / 77e9 / e.memory)
+    for model, operation in ((offloading, replace(update, phase="backward")), (cost_model, update)):
+        assert model.compute(operation) == pytest.approx(1e9 / 3.35e12 / e.memory)
+    copied = Operation("copy_to_gpu", "forward", "", bytes=10**9, axis="host", fsdp=True)
+    assert offloading.communicate(copied) == pytest.approx(1e9 / (64e9 * e.link))
+    latencies = replace(cost_model, efficiency=replace(e, kernel_seconds=1.0, collective_seconds=2.0))
+    assert latencies.compute(product) == 1.0
     near, far = 450e9 * e.link, 50e9 * e.network
     for name, ranks, peer, seconds in (
         ("allgather_base", range(8), None, 7e9 / near),
@@ -952,6 +970,128 @@ def test_durations_are_those_of_closed_forms() -> None:
     ):
         sent = Operation(name, "forward", "", bytes=8 * 10**9, axis="shard", ranks=tuple(ranks), peer=peer)
         assert cost_model.communicate(sent) == pytest.approx(seconds)
+        assert latencies.communicate(sent) == pytest.approx(2 + seconds)
+    assert latencies.communicate(replace(sent, ranks=(0,))) == 0.0
+
+
+class OneSecondLaunches:
+    """Operations take as many seconds as their ``bytes``, and the host issues one each second."""
+
+    efficiency = Efficiency(launch_seconds=1.0, async_tensor=0.25)
+
+    def compute(self, operation: Operation) -> float:
+        return float(operation.bytes)
+
+    communicate = compute
+
+
+def computed(seconds: int, phase: str = "forward", name: str = "mm") -> Operation:
+    return Operation(name, phase, "", bytes=seconds)
+
+
+def sent(name: str, seconds: int, axis: str = "shard", **fields: Any) -> Operation:
+    return Operation(name, "backward", axis=axis, bytes=seconds, **{"module": "m", "fsdp": axis != "tensor", **fields})
+
+
+WAIT = Operation("wait", "forward", "m")
+
+
+@pytest.mark.parametrize(
+    ("operations", "seconds", "by_phase", "waiting"),
+    [
+        # The device waits for the host, which issues the operations after 1 and 2 seconds.
+        ([computed(0), computed(3)], 5, {"forward": 3}, {"host": 2}),
+        # A gather from 1 to 6, which the device waits for.
+        ([sent("all_gather", 5), WAIT, computed(3)], 9, {"forward": 3}, {"shard": 6}),
+        # The second gather, from 3 to 7, overlaps with the computation from 4 to 14.
+        (
+            [sent("all_gather", 2), WAIT, sent("all_gather", 4, module="n"), computed(10), replace(WAIT, module="n")],
+            14,
+            {"forward": 10},
+            {"shard": 3, "host": 1},
+        ),
+        # A gather begins when the parameters of the one before are copied out, at 11, and ends at 15.
+        (
+            [sent("all_gather", 2), WAIT, computed(8, name="split_with_sizes_copy"), sent("all_gather", 4), WAIT],
+            15,
+            {"forward": 8},
+            {"shard": 3 + 4},
+        ),
+        # One reduction at a time: from 6 to 16, and after a wait from 7 to 16, from 16 to 26.
+        (
+            [
+                computed(5, "backward"),
+                sent("reduce", 10),
+                computed(1, "backward"),
+                sent("reduce", 10),
+                computed(20, "backward"),
+            ],
+            36,
+            {"backward": 26},
+            {"host": 1, "shard": 9},
+        ),
+        # An all-reduce over replicas follows on the same stream, and the device does not wait for it.
+        (
+            [computed(5, "backward"), sent("reduce", 2), sent("all_reduce", 4, "replicate"), computed(9, "backward")],
+            15,
+            {"backward": 14},
+            {"host": 1},
+        ),
+        # The update waits for the reductions.
+        ([computed(5, "backward"), sent("reduce", 10), computed(2, "update")], 18, None, {"host": 1, "shard": 10}),
+        # Copies to the host are in order with the collectives; the host waits for one of them, until 14.
+        (
+            [computed(5), sent("reduce", 3), sent("copy_to_host", 2, "host"), computed(1)],
+            11,
+            {"forward": 6},
+            {"host": 1, "shard": 4},
+        ),
+        (
+            [computed(5), sent("reduce", 3), sent("copy_to_host_and_wait", 5, "host"), computed(1)],
+            16,
+            {"forward": 6},
+            {"host": 1 + 9},
+        ),
+        # Copies to the device do not wait for the computation before them.
+        ([computed(9), sent("copy_to_gpu", 2, "host"), sent("all_gather", 1), WAIT], 10, {"forward": 9}, {"host": 1}),
+        # A gather of parameters that are copied to the device first, from 1 to 3.
+        ([sent("copy_to_gpu", 2, "host"), sent("all_gather", 4), WAIT], 7, {}, {"shard": 7}),
+        # Collectives of tensor parallelism, of which a fused one takes three quarters of its time.
+        (
+            [computed(2), sent("all_gather", 4, "tensor"), sent("reduce", 4, "tensor", fused_with_matmul=True)],
+            10,
+            {"forward": 2},
+            {"host": 1, "tensor": 7},
+        ),
+    ],
+)
+def test_replay_waits_for_the_host_and_for_collectives(
+    operations: list[Operation], seconds: float, by_phase: dict[str, float] | None, waiting: dict[str, float]
+) -> None:
+    cost_model: Any = OneSecondLaunches()
+    time = replay({0: operations}, cost_model)[0]
+    assert time.seconds == seconds
+    assert {name: wait for name, wait in time.waiting.items() if wait} == waiting
+    if by_phase is not None:
+        assert time.by_phase == by_phase
+    assert sum(time.by_phase.values()) + sum(time.waiting.values()) == seconds
+
+
+def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
+    """Two messages of rank 0, which arrive at 6 + 2 and 9 + 2; rank 1 answers at 13 + 1."""
+    cost_model: Any = OneSecondLaunches()
+
+    def message(name: str, peer: int, seconds: int) -> Operation:
+        return sent(name, seconds, "pipeline", peer=peer, fsdp=False)
+
+    first = [computed(5), message("send", 1, 2), computed(3), message("send", 1, 2), message("recv", 1, 0), computed(4)]
+    second = [message("recv", 0, 0), computed(1), message("recv", 0, 0), computed(2), message("send", 0, 1)]
+    times = replay({0: first, 1: second}, cost_model)
+    assert [time.seconds for time in times.values()] == [18, 18]
+    waits = [{name: wait for name, wait in time.waiting.items() if wait} for time in times.values()]
+    assert waits == [{"host": 1, "pipeline": 5}, {"pipeline": 8 + 2, "end of the step": 5}]
+    with pytest.raises(AssertionError, match=r"deadlock: ranks \[0\] wait for messages that no rank sends"):
+        replay({0: [message("recv", 1, 0)], 1: []}, cost_model)
 
 
 def test_attention_kernels_are_those_of_the_config() -> None:
