@@ -19,7 +19,7 @@ from emulated_float8 import emulated_float8
 from forked_run import finish, logged_losses, saved_tensors
 from gloo_pool import GlooPool
 from parity import Curve, config_of, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from torchtrain.config.schema import JobConfig
@@ -37,6 +37,7 @@ SHAPE = TransformerConfig(128, 2, 8, 4, 256, 104, max_seq_len=32)
 MODELS = {
     "plain": SHAPE,
     "deep": replace(SHAPE, n_layers=4),  # for four pipeline stages
+    "biased": replace(SHAPE, n_layers=1, qkv_bias=True),
     "qwen": replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=32),
 }
 T2, T4, S2 = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}, {"data_parallel_shard_degree": 2}
@@ -210,10 +211,30 @@ def styles_of_torchao() -> AbstractContextManager[Any]:
     """A fault: the gradient of a bias is computed from the float8 gradient of the output."""
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel
 
-    from torchtrain.parallelisms import float8_tensor_parallel
+    from torchtrain.plugins.float8 import tensor_parallel
 
-    styles = replace(float8_tensor_parallel.FLOAT8_STYLES, colwise=Float8ColwiseParallel)
-    return patch.object(float8_tensor_parallel, "FLOAT8_STYLES", styles)
+    styles = replace(tensor_parallel.FLOAT8_STYLES, colwise=Float8ColwiseParallel)
+    return patch.object(tensor_parallel, "FLOAT8_STYLES", styles)
+
+
+def random_biases() -> AbstractContextManager[Any]:
+    """Biases that are not initialized to zeros, so that the loss depends on them."""
+    constant = nn.init.constant_
+
+    def init(tensor: Tensor, val: float) -> Tensor:
+        return nn.init.normal_(tensor, std=0.5) if val == 0 else constant(tensor, val)
+
+    return patch.object(nn.init, "constant_", init)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_biases_have_the_gradients_of_one_rank(gloo: GlooPool, recipe: str) -> None:
+    [reference] = run(gloo, recipe, {}, "biased", random_biases)
+    curve, gradients = reference
+    biases = [name for name in gradients if name.endswith("bias")]
+    assert len(biases) == 3
+    assert all(curve.first[name].abs().max() > 1 for name in biases)
+    assert_same_numbers(run(gloo, recipe, T2, "biased", random_biases), reference)
 
 
 @pytest.mark.slow
