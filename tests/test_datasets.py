@@ -40,6 +40,17 @@ def test_default_data_are_the_standard_library():
     assert sum("import" in text for text in texts) > len(texts) / 2
 
 
+def test_number_of_tokens_is_estimated_from_the_beginnings_of_some_documents(tmp_path):
+    # Numbers take more tokens than words.
+    texts = [" ".join(str(n * k % 9973) for k in range(300 + 40 * (n % 10))) for n in range(150)]
+    texts += ["return self.value\n" * (100 + n % 30) for n in range(150)]
+    source = opened_text(SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", texts)))
+    size = source.size(TOKENIZER)
+    assert size.is_estimate
+    assert size.text_bytes == pytest.approx(sum(map(len, texts)), rel=0.02)
+    assert size.tokens == pytest.approx(sum(len(TOKENIZER.encode(text)) for text in texts), rel=0.1)
+
+
 def test_labels_are_the_next_tokens_and_windows_are_consecutive(jsonl):
     batches = loader(DataConfig(path=jsonl))
     first, second = next(batches), next(batches)

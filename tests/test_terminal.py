@@ -303,6 +303,19 @@ def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) ->
     assert not (tmp_path / "report.md").exists()
 
 
+def test_rate_of_tokens_is_that_of_the_steps_of_the_file(tmp_path: Path) -> None:
+    """A run that was begun elsewhere, up to step 20, of which each step has 100 tokens and takes 0.5 s."""
+    step = {"loss": 1.0, "step_seconds": 0.5}
+    lines = [
+        {"step": 20, "event": "start", "time": 0.0},
+        *({"step": number, "tokens": 100 * number, **step} for number in (21, 24, 30)),
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = dict(summarize(read_run(tmp_path)))
+    assert rows["time"].endswith("5s in 10 training steps")
+    assert rows["tokens"] == "3K, on average 200 per second"
+
+
 def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     """After a resume from step 2, what was written of later steps does not count, except for the time of a start."""
     step = {"tokens_per_second": 1.0, "step_seconds": 0.5}

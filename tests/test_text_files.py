@@ -511,6 +511,14 @@ def test_tables_for_a_mixed_folder_have_shares_of_text_and_name_what_is_left_out
         assert source.weight == pytest.approx(size / sum(sizes[:2]), rel=0.1)
 
 
+def test_text_of_many_files_is_estimated_from_some_of_them(tmp_path: Path) -> None:
+    rows = [f"row {number:05} " * (10 + number % 7) for number in range(60)]
+    for number, row in enumerate(rows):
+        (tmp_path / f"{number:02}.jsonl").write_text(json.dumps({"text": row, "other": row}) + "\n")
+    files = sorted(tmp_path.iterdir())
+    assert mixed_folder.estimate_text_bytes(files, "text") == pytest.approx(sum(map(len, rows)), rel=0.05)
+
+
 def test_share_of_text_in_a_large_file_is_estimated_from_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
