@@ -3,17 +3,20 @@
 import errno
 import json
 import os
+import random
 import re
 import signal
 import time
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import datasets
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from forked_command import checked_command, run_command
 from forked_run import read_metrics
 from gloo_pool import GlooPool
@@ -28,7 +31,7 @@ from torchtrain.metrics.validation import check_validation_parts
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.evaluation.generation import Sampling
 from torchtrain.plugins.evaluation.harness import StoppedTexts, task_data_error
-from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, TrainingHarness, load_tasks
+from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, Tasks, TrainingHarness, load_tasks
 
 pytest.importorskip("lm_eval")
 
@@ -177,6 +180,37 @@ def test_answers_are_greedy_if_all_of_their_tokens_are(gloo: GlooPool, ranks: in
     for found in results:
         assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
         assert [score for score, _ in found] == pytest.approx([score for score, _ in expected], rel=1e-5)
+
+
+def numbers_drawn_by_tasks() -> list[float]:
+    """Random numbers of Python, NumPy and torch that are drawn when tasks are loaded, and when they are checked."""
+    drawn: list[float] = []
+
+    def draw() -> None:
+        drawn.extend((random.random(), np.random.rand(), torch.rand(()).item()))
+
+    def load(*_: Any) -> Any:
+        draw()
+        return {"tasks": {}}
+
+    random.seed(dist.get_rank())
+    before = random.getstate()
+    config = config_of(validation={"enable": True, "path": "text.jsonl", "tasks": ("a",)})
+    group: Any = dist.group.WORLD
+    with (
+        patch("lm_eval.tasks.TaskManager", Mock(return_value=Mock(all_tasks=["a"], load=load))),
+        patch.object(RequestCheck, "check", lambda *_: draw()),
+    ):
+        Tasks(config, Letters(), build(config), group)
+    assert random.getstate() == before
+    return drawn
+
+
+def test_tasks_draw_the_same_numbers_on_all_ranks_as_the_harness(gloo: GlooPool) -> None:
+    """Also when they are loaded, as ``gpqa`` does; the harness's seeds are 0, 1234 and 1234."""
+    number = torch.rand((), generator=torch.Generator().manual_seed(1234)).item()
+    expected = [random.Random(0).random(), np.random.RandomState(1234).rand(), number]
+    assert gloo.run(2, numbers_drawn_by_tasks) == [2 * expected] * 2
 
 
 def test_text_ends_at_any_stop_sequence_or_eos() -> None:

@@ -208,7 +208,8 @@ def load_tasks(config: ValidationConfig) -> Any:
     from lm_eval.tasks import TaskManager
 
     try:
-        with redirect_stderr(io.StringIO()):
+        # Some tasks draw random numbers when they are loaded, such as the order of answers.
+        with redirect_stderr(io.StringIO()), same_random_numbers(torch.device("cpu")):
             manager = TaskManager(include_path=config.tasks_path or None)
             unknown = [task for task in config.tasks if task not in manager.all_tasks]
             if unknown:
