@@ -14,6 +14,7 @@ import torch
 import transformers
 from forked_command import checked_command, run_command
 from test_llama import SHAPES, reference_of
+from test_validation import save_sentencepiece
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtrain.plugins.evaluation.generate_command as command
@@ -298,6 +299,18 @@ def test_text_is_shown_in_pieces_of_whole_characters(monkeypatch: pytest.MonkeyP
     assert list(itertools.accumulate(pieces))[:-1] == whole
     if not cut:
         assert found[0]["text"] == text
+
+
+def test_text_continues_the_prompt_with_its_space(tmp_path: Path) -> None:
+    """A tokenizer that removes a space before the first word decodes the new tokens alone without it."""
+    path = save_sentencepiece(tmp_path / "tokenizer", add_dummy_prefix=True, byte_fallback=True)
+    tokenizer = load_tokenizer(str(path))
+    before = tokenizer.encode("def main", bos=True)
+    tokens = tokenizer.encode("def main of two", bos=True)[len(before) :]
+    assert tokenizer.decode(tokens) == "of two"
+    model: Any = None
+    trained = TrainedModel(model, tokenizer, torch.device("cpu"), bos=True, eos_ids=frozenset({2}))
+    assert command.text_of(trained, before, tokens) == command.text_of(trained, before, [*tokens, 2]) == " of two"
 
 
 def test_results_state_why_a_text_ended(monkeypatch: pytest.MonkeyPatch) -> None:
