@@ -16,7 +16,7 @@ from forked_run import finish, logged_losses, patched_loss, read_metrics, same_t
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.local_storage import saved_steps
 from torchtrain.checkpoint.manager import SaveClock
-from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection
+from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, OptimizerConfig
 from torchtrain.errors import ConfigError
 from torchtrain.fault_tolerance import nonfinite_guard
 from torchtrain.logging import logger
@@ -161,3 +161,11 @@ def test_too_little_disk_space_is_a_warning(
         with patch.object(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
             run_description.warn_about_checkpoints(config, flavor_config("llama3", "8B"))
         assert ("may need 513.9 GB: make room" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ema", "size"), [("float32", False, 12), ("bfloat16", False, 8), ("bfloat16", True, 12)]
+)
+def test_size_of_checkpoints_depends_on_the_dtype_of_moments_and_on_averages(dtype: Any, ema: bool, size: int) -> None:
+    config = JobConfig(optimizer=OptimizerConfig(state_dtype=dtype), ema=EMAConfig(enable=ema))
+    assert run_description._checkpoints(config, 10**9).endswith(f" kept, {size} GB each")

@@ -23,7 +23,7 @@ def check_steps(faults: FaultsConfig, losses: list[float], norms: list[float]) -
         faults,
         cast(StopRequest, NoStop()),
         SpikeDetector(faults, torch.device("cpu")),
-        lambda step, event, _: events.append((step, event)),
+        lambda step, event, values: events.append((step, event, values["problem"])),
     )
     skipped = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
@@ -36,10 +36,15 @@ def check_steps(faults: FaultsConfig, losses: list[float], norms: list[float]) -
 def test_spikes_are_measured_against_the_window_of_preceding_steps(gloo: GlooPool) -> None:
     faults = FaultsConfig(spike_threshold=3.0, spike_window=4)
     # A mean of 2 and a standard deviation of 0.5 give a limit of 3.5. A skipped step is not added to the window.
-    losses = [1.5, 2.5, 1.5, 2.5, 3.6, 3.4, 1.0]
+    losses = [1.5, 2.5, 1.5, 2.5, 3.6, 3.4, 4.0]
     (skipped, events), *_ = gloo.run(1, check_steps, faults, losses, [1.0] * 6 + [9.0])
     assert skipped == [False, False, False, False, True, False, True]
-    assert events == [(5, "bad_step_skip"), (7, "bad_step_skip")]
+    usual = "is a spike: the last 4 steps had"
+    # The last loss is usual, though above the mean by more than a standard deviation.
+    assert events == [
+        (5, "bad_step_skip", f"loss 3.6 {usual} 2 +- 0.5"),
+        (7, "bad_step_skip", f"gradient norm 9 {usual} 1 +- 0"),
+    ]
 
 
 @pytest.mark.parametrize(
