@@ -175,14 +175,14 @@ def test_logged_metrics_are_reduced_over_ranks(gloo: GlooPool, tmp_path: Path) -
 
 
 def lines_of_a_run(folder: Path, parallelism: dict[str, Any]) -> list[dict[str, Any]]:
-    """The lines that the trainer writes in three steps, with all numbers that are reduced over ranks."""
+    """The lines that the trainer writes in two steps, with all numbers that are reduced over ranks."""
     sources = tuple(SourceConfig(path=str(folder / name), weight=2 - n) for n, name in enumerate(("a.txt", "b.txt")))
     config = config_of(
         job={"dump_folder": str(folder / f"run{dist.get_world_size()}{sorted(parallelism)}")},
         data={"sources": sources, "prefetch": 0},
         metrics={"log_freq": 1, "enable_tensorboard": False, "enable_loss_by_source": True, "norms_freq": 1},
-        training={"global_batch_size": 8, "steps": 3, "z_loss_weight": 0.05},
-        validation={"enable": True, "sources": sources, "interval": 3, "steps": 2},
+        training={"global_batch_size": 8, "steps": 2, "z_loss_weight": 0.05},
+        validation={"enable": True, "sources": sources, "interval": 2, "steps": 2},
         parallelism=parallelism,
     )
     with use_existing_process_group(replace(TINY, vocab_size=4096)):
@@ -202,6 +202,16 @@ def lines_of_a_run(folder: Path, parallelism: dict[str, Any]) -> list[dict[str, 
     return lines
 
 
+@pytest.fixture(scope="module")
+def logged(gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A folder with data, and the lines of one rank."""
+    folder = tmp_path_factory.mktemp("logged")
+    (folder / "a.txt").write_text("".join(f"a{n} = {n * n}\n\n" for n in range(900)))
+    (folder / "b.txt").write_text("the sea and the wind\n" * 400)
+    [lines] = gloo.run(1, lines_of_a_run, folder, {})
+    return folder, lines
+
+
 @pytest.mark.parametrize(
     ("ranks", "parallelism"),
     [
@@ -211,16 +221,14 @@ def lines_of_a_run(folder: Path, parallelism: dict[str, Any]) -> list[dict[str, 
     ids=["CP, PP", "HSDP, TP"],
 )
 def test_numbers_that_the_trainer_logs_are_those_of_one_rank(
-    gloo: GlooPool, tmp_path: Path, ranks: int, parallelism: dict[str, Any]
+    gloo: GlooPool, logged: tuple[Path, list[dict[str, Any]]], ranks: int, parallelism: dict[str, Any]
 ) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"a{n} = {n * n}\n\n" for n in range(900)))
-    (tmp_path / "b.txt").write_text("the sea and the wind\n" * 400)
-    [expected] = gloo.run(1, lines_of_a_run, tmp_path, {})
-    assert len(expected) == 3 + 3 + 1  # steps, norms, and a validation
+    folder, expected = logged
+    assert len(expected) == 2 + 2 + 1  # steps, norms, and a validation
     names = {name for line in expected for name in line}
     assert {"loss", "z_loss", "grad_norm", "loss_mean", "source_loss_b", "source_tokens_a"} <= names
     assert {"norm_grad_layers.0", "rms_output_layers.1", "validation_loss", "validation_tokens_b"} <= names
-    for found, line in zip(gloo.run(ranks, lines_of_a_run, tmp_path, parallelism)[0], expected, strict=True):
+    for found, line in zip(gloo.run(ranks, lines_of_a_run, folder, parallelism)[0], expected, strict=True):
         assert found == pytest.approx(line, rel=1e-5)
 
 
