@@ -897,7 +897,7 @@ def test_compiled_code_of_a_stage_is_freed_with_it(
 ) -> None:
     reset, collect = Mock(), Mock()
     monkeypatch.setattr(torch.compiler, "reset", reset)
-    monkeypatch.setattr(torchtrain.stages.gc, "collect", collect)
+    monkeypatch.setattr(driver.gc, "collect", collect)
     options = f"[compile]\nenable = {str(compiled).lower()}\n"
     train_fake_stages(tmp_path, monkeypatch, lambda _: None, [], options)
     assert (reset.call_count, collect.call_count) == (3 * compiled, 3)
