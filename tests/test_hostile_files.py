@@ -15,7 +15,7 @@ import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtrain.checkpoint.format import FileRecord, _load_tensor, parse_metadata
+from torchtrain.checkpoint.format import FileRecord, _load_tensor, _shape, parse_metadata
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
 from torchtrain.plugins.huggingface.config import read_hf_config
@@ -83,6 +83,12 @@ def test_metadata_neither_change_the_process_nor_hang(content: bytes) -> None:
         parse_metadata(content, {"b": FileRecord("b", 1, "hash")})
     assert not isinstance(error.value, MemoryError)
     assert TensorStorageMetadata.__init__ is made
+
+
+def test_tensor_of_metadata_has_no_more_dimensions_than_a_tensor_can_have() -> None:
+    assert _shape((1,) * 64) == (1,) * 64
+    with pytest.raises(ValueError, match="a shape of 65 dimensions"):
+        _shape((1,) * 65)
 
 
 def archive(changes: dict[str, bytes], compressed: str = "") -> torch.Tensor:
@@ -216,9 +222,11 @@ def test_nested_files_of_a_tokenizer_are_errors_that_name_them(tmp_path: Path) -
 
 
 def test_bombs_take_no_memory() -> None:
-    """The pieces above, in a process that may take 1 GB more than it has."""
-    code = "import resource, sys, test_hostile_files as t\n"
+    """The pieces above, and metadata, in a process that may take 1 GB more than it has."""
+    code = "import pytest, resource, sys, test_hostile_files as t\n"
     code += "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
     code += "resource.setrlimit(resource.RLIMIT_AS, (now + 2**30, now + 2**30))\n"
     code += "for kind in t.BOMBS:\n  t.test_piece_that_is_not_a_tensor_is_damaged(kind)\n"
+    code += "with pytest.raises(ValueError, match='more memory'):\n"
+    code += "  t.parse_metadata(t.BOMBS['memo']['data.pkl'], {})\n"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})

@@ -819,7 +819,7 @@ def _require_bounded_memo(pickled: bytes) -> None:
     """Raise ValueError if Python's unpickler would take far more memory than ``pickled``: for a place in its memo."""
     for opcode, argument, _ in pickletools.genops(
         pickled
-    ):  # which compares the length of a bytearray with what is there
+    ):  # this compares the length of a bytearray with what is there
         if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(pickled):
             raise ValueError("it takes more memory than it has bytes")
 
