@@ -4,6 +4,9 @@
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <atomic>
+#include <utility>
+
 namespace {
 
 using c10::Device;
@@ -11,20 +14,47 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
 
+constexpr DeviceIndex DEVICES = 2;
+
+// The state of each thread, as the CUDA runtime keeps it: its device, and its stream on each device (0 is the default).
+thread_local DeviceIndex current_device = 0;
+thread_local int64_t current_stream[DEVICES] = {};
+
+// Called when autograd records an event on a stream, or makes a stream wait for an event.
+using Callback = void (*)(int64_t event, int64_t device, int64_t stream);
+std::atomic<Callback> on_record{nullptr}, on_wait{nullptr};
+std::atomic<int64_t> events{0};
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
-  Device exchangeDevice(Device) const override { return getDevice(); }
-  Device getDevice() const override { return Device(DeviceType::CUDA, 0); }
-  void setDevice(Device) const override {}
-  void uncheckedSetDevice(Device) const noexcept override {}
-  Stream getStream(Device) const override { return Stream(Stream::DEFAULT, getDevice()); }
-  Stream getDefaultStream(Device device) const override { return getStream(device); }
+  Device getDevice() const override { return Device(DeviceType::CUDA, current_device); }
+  void setDevice(Device device) const override { current_device = device.index(); }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  Stream getStream(Device device) const override {
+    const DeviceIndex index = device.has_index() ? device.index() : current_device;
+    return Stream(Stream::UNSAFE, Device(DeviceType::CUDA, index), current_stream[index]);
+  }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, device); }
   Stream getNewStream(Device device, int) const override { return getStream(device); }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getStream(device); }
-  Stream exchangeStream(Stream) const override { return getStream(getDevice()); }
-  DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const Stream&) const override {}
+  Stream exchangeStream(Stream stream) const override {
+    const Stream before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
+  DeviceIndex deviceCount() const noexcept override { return DEVICES; }
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = reinterpret_cast<void*>(--events);  // negative: those of Python are positive
+    if (Callback callback = on_record) callback(reinterpret_cast<int64_t>(*event), stream.device_index(), stream.id());
+  }
+  void block(void* event, const Stream& stream) const override {
+    if (Callback callback = on_wait) callback(reinterpret_cast<int64_t>(event), stream.device_index(), stream.id());
+  }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream&) const override {}
@@ -39,14 +69,12 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasCUDA() const override { return true; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
-  DeviceIndex current_device() const override { return 0; }
-  DeviceIndex getCurrentDevice() const override { return 0; }
-  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
-  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex deviceCount() const override { return DEVICES; }
+  DeviceIndex current_device() const override { return ::current_device; }
+  DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override { return std::exchange(::current_device, device); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
 };
-
-
 
 }  // namespace
 
@@ -72,6 +100,14 @@ int64_t attention_kernel(const at::Tensor& query, const at::Tensor& key, const a
 }
 
 extern "C" void set_cudnn(bool present) { has_cudnn = present; }
+extern "C" int get_device() { return current_device; }
+extern "C" void set_device(int device) { current_device = static_cast<DeviceIndex>(device); }
+extern "C" int64_t get_stream(int device) { return current_stream[device]; }
+extern "C" void set_stream(int device, int64_t stream) { current_stream[device] = stream; }
+extern "C" void set_callbacks(Callback record, Callback wait) {
+  on_record = record;
+  on_wait = wait;
+}
 
 // Called after torch is imported, because a CUDA build of torch registers its own guard.
 extern "C" void register_device() {

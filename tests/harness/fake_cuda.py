@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def install(library: Path) -> None:
     import torch._functorch.config
 
     own.register_device()
+    RUNTIME.connect(own)
     torch.set_num_threads(1)
     for name, value in torch_cuda_functions().items():
         setattr(torch.cuda, name, value)
@@ -89,43 +91,177 @@ def install(library: Path) -> None:
     for name in OWN_KERNELS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
             kernels.impl(name, _never, "CUDA")
-    globals().update(_kernels=kernels, _library=own)
+    globals().update(_kernels=kernels)
 
 
 @contextmanager
 def cudnn() -> Iterator[None]:
     """Within this context, the GPU has cuDNN, whose attention kernel torch prefers."""
-    library: ctypes.CDLL = globals()["_library"]
-    library.set_cudnn(True)
+    RUNTIME.library.set_cudnn(True)
     try:
         yield
     finally:
-        library.set_cudnn(False)
+        RUNTIME.library.set_cudnn(False)
 
 
 def _never(*_: Any, **__: Any) -> Any:
     raise AssertionError("operators on fake tensors compute shapes only; no kernel may be called")
 
 
+class Observer:
+    """Is told what the process does with streams and events; see ``observed``. These methods do nothing.
+
+    A stream has a name, such as "stream 3 of cuda:1". The methods are called in the thread that uses the stream.
+    """
+
+    def recorded(self, event: int, stream: str) -> None:
+        """``event`` was recorded on ``stream``."""
+
+    def waits(self, stream: str, event: int) -> None:
+        """``stream`` will wait for ``event``."""
+
+    def synchronized(self, event: int) -> None:
+        """This thread has waited for ``event``."""
+
+    def used_current_device(self, what: str) -> None:
+        """``what`` refers to the current device of this thread."""
+
+
+class Runtime:
+    """The CUDA runtime of this process: devices and streams of its threads, which the C++ library stores."""
+
+    def __init__(self) -> None:
+        self.library: Any = None  # set by ``install``
+        self.observer = Observer()
+        self.streams: dict[tuple[int, int], Stream] = {}  # by device and number
+        self.numbers = count(1)
+        self._callbacks: tuple[Any, ...] = ()  # ctypes requires that they are kept
+
+    def connect(self, library: ctypes.CDLL) -> None:
+        """Let ``library`` store the state of threads, and report autograd's events to the observer."""
+        library.get_stream.restype = ctypes.c_int64
+        library.get_stream.argtypes = [ctypes.c_int]
+        library.set_stream.argtypes = [ctypes.c_int, ctypes.c_int64]
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+        self._callbacks = (
+            callback(lambda event, device, stream: self.observer.recorded(event, stream_name(device, stream))),
+            callback(lambda event, device, stream: self.observer.waits(stream_name(device, stream), event)),
+        )
+        library.set_callbacks(*self._callbacks)
+        self.library = library
+
+    def current_device(self) -> int:
+        """The device of this thread: 0 until it is set."""
+        device: int = self.library.get_device()
+        return device
+
+    def index(self, device: Any, what: str) -> int:
+        """The index of ``device``: of any of torch's ways to name one, or None for the current one of this thread."""
+        if isinstance(device, str):
+            _, _, number = device.partition(":")
+            device = int(number) if number else None
+        elif device is not None and not isinstance(device, int):
+            device = device.index
+        if device is None:
+            self.observer.used_current_device(what)
+            return self.current_device()
+        return int(device)
+
+    def stream(self, device: int, number: int) -> "Stream":
+        """The only object of a stream. Number 0 is the default stream of the device."""
+        if (device, number) not in self.streams:
+            self.streams[device, number] = Stream(device, number=number)
+        return self.streams[device, number]
+
+    def current_stream(self, device: Any = None) -> "Stream":
+        index = self.index(device, "current_stream")
+        return self.stream(index, self.library.get_stream(index))
+
+    @contextmanager
+    def entered(self, stream: "Stream | None") -> Iterator[None]:
+        """``torch.cuda.stream``, which also changes the current device."""
+        if stream is None:
+            yield
+            return
+        library, device, index = self.library, self.current_device(), stream.device.index
+        before = library.get_stream(index)
+        library.set_device(index)
+        library.set_stream(index, stream.number)
+        try:
+            yield
+        finally:
+            library.set_stream(index, before)
+            library.set_device(device)
+
+    def synchronize(self, device: Any = None) -> None:
+        """Wait for all streams of a device."""
+        index = self.index(device, "synchronize")
+        for stream in [self.stream(index, 0), *list(self.streams.values())]:
+            if stream.device.index == index:
+                stream.synchronize()
+
+
+RUNTIME = Runtime()
+
+
+@contextmanager
+def observed(observer: Observer) -> Iterator[None]:
+    """Context manager in which ``observer`` is told what all threads do with streams; new streams count from 1."""
+    RUNTIME.observer, before = observer, RUNTIME.observer
+    RUNTIME.numbers = count(1)
+    try:
+        yield
+    finally:
+        RUNTIME.observer = before
+
+
+def stream_name(device: int, number: int) -> str:
+    return f"{f'stream {number}' if number else 'default stream'} of cuda:{device}"
+
+
 class Stream:
     """A stream on which nothing runs."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **_: Any):
-        self.device, self.priority = device, priority
+    def __init__(self, device: Any = None, priority: int = 0, *, number: int | None = None, **_: Any):
+        import torch
 
-    def wait_stream(self, stream: "Stream") -> None: ...
-    def wait_event(self, event: "Event") -> None: ...
-    def synchronize(self) -> None: ...
+        self.device = torch.device("cuda", RUNTIME.index(device, "Stream"))
+        self.priority = priority
+        self.number = next(RUNTIME.numbers) if number is None else number
+        self.name = stream_name(self.device.index, self.number)
+        RUNTIME.streams[self.device.index, self.number] = self
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.wait_event(stream.record_event())
+
+    def wait_event(self, event: "Event") -> None:
+        RUNTIME.observer.waits(self.name, event.number)
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
 
     def record_event(self, event: "Event | None" = None) -> "Event":
-        return event or Event()
+        event = event or Event()
+        event.record(self)
+        return event
 
 
 class Event:
-    def __init__(self, *_: Any, **__: Any): ...
-    def record(self, stream: Stream | None = None) -> None: ...
-    def wait(self, stream: Stream | None = None) -> None: ...
-    def synchronize(self) -> None: ...
+    """An event. All work is done at once, so it has always happened."""
+
+    numbers = count(1)
+
+    def __init__(self, *_: Any, **__: Any):
+        self.number = next(self.numbers)
+
+    def record(self, stream: Stream | None = None) -> None:
+        RUNTIME.observer.recorded(self.number, (stream or RUNTIME.current_stream()).name)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or RUNTIME.current_stream()).wait_event(self)
+
+    def synchronize(self) -> None:
+        RUNTIME.observer.synchronized(self.number)
 
     def query(self) -> bool:
         return True
@@ -135,27 +271,17 @@ def torch_cuda_functions() -> dict[str, Any]:
     """Replacements for the attributes of ``torch.cuda`` that need a driver, by name."""
     import torch
 
-    streams = [Stream()]
-
-    @contextmanager
-    def stream(entered: Stream | None) -> Iterator[None]:
-        streams.append(entered or streams[-1])
-        try:
-            yield
-        finally:
-            streams.pop()
-
     return {
         "Stream": Stream,
         "Event": Event,
-        "stream": stream,
-        "current_stream": lambda device=None: streams[-1],  # noqa: ARG005
-        "default_stream": lambda device=None: streams[0],  # noqa: ARG005
-        "current_device": lambda: 0,
-        "set_device": lambda device: None,  # noqa: ARG005
+        "stream": RUNTIME.entered,
+        "current_stream": RUNTIME.current_stream,
+        "default_stream": lambda device=None: RUNTIME.stream(RUNTIME.index(device, "default_stream"), 0),
+        "current_device": RUNTIME.current_device,
+        "set_device": lambda device: RUNTIME.library.set_device(RUNTIME.index(device, "set_device")),
         "device_count": lambda: 1,
         "is_initialized": lambda: True,
-        "synchronize": lambda device=None: None,  # noqa: ARG005
+        "synchronize": RUNTIME.synchronize,
         "get_device_name": lambda device=None: "a fake GPU",  # noqa: ARG005
         "get_device_capability": lambda device=None: CAPABILITY,  # noqa: ARG005
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),  # noqa: ARG005
