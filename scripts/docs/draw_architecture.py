@@ -22,6 +22,7 @@ LAYERS = {
         "evaluate",
         "estimate",
         "compare",
+        "explain",
         "convert_config",
         "launch",
     ),

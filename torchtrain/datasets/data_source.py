@@ -36,6 +36,27 @@ class SavedPosition:
     """Number of readers of streamed data; consecutive rows share one."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a document is stored."""
+
+    file: str
+    """Path or URL of its file, or the name of the source."""
+    position: str = ""
+    """Its position in the file, such as "line 7"; empty if the document is the whole file."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive tokens of a window that are of one document."""
+
+    place: Place
+    offset: int
+    """Number of tokens of the document before them."""
+    tokens: int
+    """Number of tokens."""
+
+
 class Stream(ABC):
     """Windows of ``seq_len + 1`` tokens for one or more rows of the batch."""
 
@@ -66,6 +87,13 @@ class Stream(ABC):
             DataError: the whole source does not fill one window, although it is repeated.
             StorageError: the file system or network does not respond.
         """
+
+    def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]] | None:  # noqa: ARG002
+        """The pieces of the windows that ``fill`` would write with these arguments; None if they are not known.
+
+        ``state`` does not change. It may read the data again, and is not called in training.
+        """
+        return None
 
     def resume(self, saved: SavedPosition) -> int:  # noqa: ARG002
         """Set ``state`` to continue after ``saved``, and return how many windows of this length count as drawn.

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from torchtrain.datasets.data_source import DataSource, SavedPosition, Stream
+from torchtrain.datasets.data_source import DataSource, Piece, SavedPosition, Stream
 from torchtrain.datasets.order import Mixture, number_of_readers
 from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
@@ -234,6 +234,21 @@ class DataLoader(Iterator[Batch]):
                     self._windows_drawn[number] = stream.resume(positions[number])
         self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
+
+    def locate(self) -> list[list[Piece] | None]:
+        """For each row of the next batch, the pieces of its window of ``seq_len + 1`` tokens; None if not known.
+
+        The last token of a window is the first one of the next window of its reader. Call it before the first batch, or
+        on a loader that does not prefetch.
+        """
+        assert self.prefetch == 0 or self._background is None
+        rows_of, drawn_before, _ = self._choose_windows(self._windows_drawn)
+        pieces: list[list[Piece] | None] = [None] * len(self.rows)
+        for stream, rows in rows_of.items():
+            found = stream.locate(drawn_before[rows].tolist())
+            for row, of_row in zip(rows, found or (), strict=False):
+                pieces[row] = of_row
+        return pieces
 
     def close(self) -> None:
         """Stop prefetching."""

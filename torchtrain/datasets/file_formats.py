@@ -167,6 +167,35 @@ def documents_of_share(
     return itertools.islice(texts, start, None)
 
 
+def position_of(name: str, number: int) -> str:
+    """The position of document ``number`` in the file ``name``: its line from 1 on, or its row or number from 0 on."""
+    kind, _ = kind_of(name)
+    if kind == "jsonl":
+        return f"line {number + 1}"
+    return f"document {number}" if kind in ("txt", "md") else f"row {number}"
+
+
+def position_in_share(
+    raw: BinaryIO, name: str, size: int, share: int, shares: int, number: int, *, text_by_line: bool = False
+) -> str:
+    """The position in a file of document ``number`` of a share; arguments as of ``documents_of_share``.
+
+    Of a line, it is the byte at which the line begins: lines before the share are not read.
+    """
+    kind, _ = kind_of(name)
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        return position_of(name, pyarrow.parquet.ParquetFile(raw).metadata.num_rows * share // shares + number)
+    if shares == 1:
+        return f"line {number + 1}" if text_by_line else position_of(name, number)
+    begin, stop = size * share // shares, size * (share + 1) // shares
+    if kind == "jsonl" or text_by_line:
+        offset, _ = next(itertools.islice(_lines_in_range(raw, begin, stop), number, None))
+        return f"the line at byte {offset}"
+    return f"document {number} of part {share} of {shares}"
+
+
 def _texts_in_range(
     raw: BinaryIO, column: str, start: int, stop: int, on_malformed: OnMalformed
 ) -> Iterator[str | None]:

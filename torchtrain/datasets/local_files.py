@@ -1,6 +1,7 @@
 """Local text files with random access to documents: plain text in place, other formats by a converted copy."""
 
 import ast
+import bisect
 import fcntl
 import io
 import itertools
@@ -20,6 +21,7 @@ import xxhash
 
 from torchtrain.datasets.conversion_cache import Record, copies_folder
 from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity, shortened
+from torchtrain.datasets.data_source import Place
 from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
@@ -31,6 +33,7 @@ from torchtrain.datasets.file_formats import (
     documents,
     ignore,
     kind_of,
+    position_of,
     require_utf8,
     require_utf8_file,
     start_of_piece,
@@ -215,7 +218,26 @@ def _converted(files: Sequence[Path], column: str, label: str, verify_bytes: flo
     def identify_source(whole: bool = False) -> Identity:
         return identify(files, whole=True) if whole else source  # of the files at the time of their conversion
 
-    return DatasetText(dataset, label, identify_source, record.text_bytes)
+    utf8 = [file for file in files if str(file) not in record.not_utf8]
+    return DatasetText(dataset, label, identify_source, record.text_bytes, _PlacesInFiles(utf8, column))
+
+
+class _PlacesInFiles:
+    """Finds where a document of ``files``, which are read one after the other, is stored. It counts the documents of
+    the files before, which takes as long as reading them."""
+
+    def __init__(self, files: Sequence[Path], column: str) -> None:
+        self._files = files
+        self._column = column
+        self._firsts = [0]  # of the files whose number of documents before them is known: their first document
+
+    def __call__(self, number: int) -> Place:
+        while self._firsts[-1] <= number and len(self._firsts) < len(self._files):
+            count = sum(1 for _ in documents_of(self._files[len(self._firsts) - 1], self._column))
+            self._firsts.append(self._firsts[-1] + count)
+        index = bisect.bisect_right(self._firsts, number) - 1
+        file = self._files[index]
+        return Place(str(file), position_of(file.name, number - self._firsts[index]))
 
 
 def _intact_record(copy: Path, verify_bytes: float) -> Record | None:
@@ -421,7 +443,7 @@ def open_plain_text(files: Sequence[Path], label: str, verify_bytes: float) -> L
     pieces = _Pieces(files)
     if not pieces:
         raise DataError(f"{label} has no documents")
-    return LocalText(pieces, label, partial(identify, files, verify_bytes), pieces.total_bytes)
+    return LocalText(pieces, label, partial(identify, files, verify_bytes), pieces.total_bytes, pieces.place_of)
 
 
 class _Pieces:
@@ -446,6 +468,13 @@ class _Pieces:
     def __getitem__(self, number: int, /) -> str | None:
         path = Path(os.fsdecode(self._paths[self._files[number]]))
         return _read_piece(path, self._starts[number], self._stops[number])
+
+    def place_of(self, number: int) -> Place:
+        path = Path(os.fsdecode(self._paths[self._files[number]]))
+        start, stop = self._starts[number], self._stops[number]
+        with path.open("rb") as file:
+            begin, is_whole = start_of_piece(file, start), (start, stop) == (0, file.seek(0, 2))
+        return Place(str(path), "" if is_whole else f"from byte {begin}")
 
 
 def _read_piece(path: Path, start: int, stop: int) -> str | None:

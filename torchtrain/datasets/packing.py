@@ -3,6 +3,7 @@
 A window begins with the last token of the previous window, so that every token is predicted exactly once.
 """
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,8 @@ import numpy.typing as npt
 from torchtrain.datasets.data_source import (
     Bytes,
     DataSource,
+    Piece,
+    Place,
     SavedPosition,
     SourceSize,
     State,
@@ -70,6 +73,10 @@ class TextSource(DataSource):
         """As ``read``, in the order of an epoch, which ``seed`` determines; numbers are then places in that order."""
         return self.read(part, start)
 
+    def describe(self, seed: int, part: int, number: int) -> Place:  # noqa: ARG002
+        """Where the document is stored that ``read_in_order_of(seed, part, ...)`` pairs with ``number``."""
+        return Place(self.name, f"part {part}, document {number}")
+
     def streams(self, request: StreamRequest) -> list[Stream]:
         readers = request.global_batch_size if self.one_reader_per_row else request.readers
         rows_per_reader = request.global_batch_size // readers
@@ -111,6 +118,9 @@ class DocumentSource(TextSource):
     def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
         if start == 0:
             yield 0, self.document(part)
+
+    def describe(self, seed: int, part: int, number: int) -> Place:  # noqa: ARG002
+        return Place(self.name, f"document {part}")
 
     def read_all(self, numbers: range) -> Iterator[str | None]:
         """The documents of ``numbers``; override it if there is a faster way than one by one."""
@@ -235,6 +245,37 @@ class PackedTextStream(Stream):
         self._token -= 1  # the last token is the first input of the next window
         return filled
 
+    def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
+        walker = copy.copy(self)
+        walker.state = self.state  # with an iterator of its own, which reads the current document again
+        return [walker._locate_next() for _ in windows_drawn]
+
+    def _locate_next(self) -> list[Piece]:
+        """The pieces of the next window; moves the position as ``_fill`` does."""
+        self._begun_at, self._length, self._read_fully = self._number, self._seq_len + 1, set()
+        pieces: list[Piece] = []
+        missing = self._length
+        while missing:
+            if self._tokens is None:
+                self._tokens, _ = next(self._documents, (None, 0))
+                if self._tokens is None:
+                    return pieces
+            taken = min(len(self._tokens) - self._token, missing)
+            part, seed = self._part_and_seed()
+            pieces.append(Piece(self._source.describe(seed, part, self._document), self._token, taken))
+            missing -= taken
+            self._token += taken
+            if missing:
+                self._document, self._token, self._tokens = self._document + 1, 0, None
+        self._token -= 1
+        return pieces
+
+    def _part_and_seed(self) -> tuple[int, int]:
+        """The number of the current part in the source, and the seed of the order of its documents."""
+        epoch, index = divmod(self._number, self._source.parts)
+        part = int(permute(np.array([index]), self._source.parts, stream_seed(self._seed, epoch))[0])
+        return part, stream_seed(self._seed, epoch, part)
+
     def _read_documents(self) -> Iterator[tuple[Tokens, int]]:
         """Tokens and number of bytes of each document that has text, from the current position on."""
         parts = self._source.parts
@@ -246,11 +287,9 @@ class PackedTextStream(Stream):
                     f"{self._source.name} has too little text: all of it does not fill one window of "
                     f"training.seq_len + 1 = {self._length} tokens; give more, or lower training.seq_len"
                 )
-            epoch, index = divmod(self._number, parts)
-            part = int(permute(np.array([index]), parts, stream_seed(self._seed, epoch))[0])
+            part, seed = self._part_and_seed()
             if self._number != self._begun_at:
                 self._read_fully.add(part)
-            seed = stream_seed(self._seed, epoch, part)
             for number, text in self._source.read_in_order_of(seed, part, self._document):
                 if text is None:
                     self._source.count_skipped()

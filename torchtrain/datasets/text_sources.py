@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torchtrain.datasets.data_identity import FileTable, Identity
+from torchtrain.datasets.data_source import Place
 from torchtrain.datasets.file_formats import OnMalformed
 from torchtrain.datasets.packing import DocumentSource
 from torchtrain.errors import DataError
@@ -45,10 +46,19 @@ class LocalText(DocumentSource):
         identify: returns the identity of the documents. Of local files above data.verify_gib it hashes only parts,
             unless ``whole=True``.
         text_bytes: total size of all documents in UTF-8.
+        place_of: returns where the document of a number is stored; None if only its number is known.
     """
 
-    def __init__(self, texts: Texts, name: str, identify: Callable[..., Identity], text_bytes: int):
+    def __init__(
+        self,
+        texts: Texts,
+        name: str,
+        identify: Callable[..., Identity],
+        text_bytes: int,
+        place_of: Callable[[int], Place] | None = None,
+    ):
         super().__init__(len(texts), name)
+        self._place_of = place_of
         self._texts = texts
         self._identify = identify
         self.text_bytes = text_bytes
@@ -69,6 +79,9 @@ class LocalText(DocumentSource):
     def document(self, number: int) -> str | None:
         return self._texts[number]
 
+    def describe(self, seed: int, part: int, number: int) -> Place:
+        return super().describe(seed, part, number) if self._place_of is None else self._place_of(part)
+
 
 class TextColumn:
     """The column "text" of a dataset."""
@@ -87,8 +100,15 @@ class TextColumn:
 class DatasetText(LocalText):
     """The documents in the column "text" of a dataset."""
 
-    def __init__(self, dataset: "datasets.Dataset", name: str, identify: Callable[..., Identity], text_bytes: int):
-        super().__init__(TextColumn(dataset), name, identify, text_bytes)
+    def __init__(
+        self,
+        dataset: "datasets.Dataset",
+        name: str,
+        identify: Callable[..., Identity],
+        text_bytes: int,
+        place_of: Callable[[int], Place] | None = None,
+    ):
+        super().__init__(TextColumn(dataset), name, identify, text_bytes, place_of)
         self._dataset = dataset
 
     def read_all(self, numbers: range) -> Iterator[str | None]:

@@ -74,8 +74,8 @@ class NonFiniteGuard:
     save: Request | None = None
     needs_result: Callable[[int], bool] = lambda _: False
     """Whether the result of a step must be known immediately after it: no bad step may be saved or end the run."""
-    explain: Callable[[], str] = lambda: ""
-    """Returns what else is known about a bad step, for its report, or an empty string."""
+    explanations: list[Callable[[int], str]] = field(default_factory=list)
+    """Each returns what else is known about the bad step with this number, for its report, or an empty string."""
     must_roll_back_before: int | None = field(default=None, init=False)
     """The bad step before which the run must roll back, or None."""
     steps_are_long: bool = field(default=False, init=False)
@@ -170,8 +170,8 @@ class NonFiniteGuard:
             name, value, mean, deviation = next(spikes)
             usual = f"the last {self.config.spike_window} steps had {mean:.4g} +- {deviation:.2g}"
             problem = f"{name} {value:.4g} is a spike: {usual}"
-        explanation = self.explain()
-        self._handle_bad_step(step, loss, norm, f"{problem}; {explanation}" if explanation else problem)
+        explanations = [text for explain in self.explanations if (text := explain(step))]
+        self._handle_bad_step(step, loss, norm, "; ".join([problem, *explanations]))
 
     def must_roll_back(self, step: int) -> bool:
         """Whether the run must roll back after ``step``; identical on all ranks.

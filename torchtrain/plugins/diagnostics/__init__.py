@@ -37,7 +37,7 @@ def norms_by_layer(trainer: "Trainer") -> "StepHook | None":
         trainer.gloo_group,
         is_compiled=config.compile.enable,
     )
-    trainer.guard.explain = hook.recorded.describe_first_outlier
+    trainer.guard.explanations.append(lambda _: hook.recorded.describe_first_outlier())
     return hook
 
 

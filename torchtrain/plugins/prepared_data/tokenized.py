@@ -21,6 +21,8 @@ from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable
 from torchtrain.datasets.data_source import (
     Bytes,
     DataSource,
+    Piece,
+    Place,
     SavedPosition,
     SourceSize,
     State,
@@ -215,6 +217,27 @@ class TokenizedDataset(DataSource):
         """Start reading ``counts`` tokens from each of ``starts`` on, which ``read`` will be called for."""
         self.folder.read_ahead(one for pair in zip(starts, counts, strict=True) for one in self._ranges(*pair))
 
+    def locate(self, start: int, count: int) -> list[Piece]:
+        """The pieces of ``count`` tokens from ``start`` on, by shard and number of the document in it."""
+        pieces = []
+        while count:
+            index = int(np.searchsorted(self._ends, start, side="right"))
+            shard = self._manifest.shards[index]
+            token = start - (int(self._ends[index]) - shard.tokens)
+            offsets = self._offsets(shard.name)
+            document = int(np.searchsorted(offsets, token, side="right")) - 1
+            first, end = offsets[document : document + 2].tolist()
+            taken = min(end - token, count)
+            place = Place(f"{self.folder.location}/{shard.name}.tokens", f"document {document}, from token {first}")
+            pieces.append(Piece(place, token - first, taken))
+            start, count = start + taken, count - taken
+        return pieces
+
+    @functools.lru_cache(16)  # noqa: B019
+    def _offsets(self, shard: str) -> npt.NDArray[np.int64]:
+        """The offset of each document of a shard in tokens, and the number of tokens."""
+        return np.frombuffer(self.folder.read(f"{shard}.documents"), "<i8")
+
     def _ranges(self, start: int, count: int) -> Iterator[Range]:
         """The ranges of files that contain ``count`` tokens from ``start`` on, which may be in several shards."""
         assert start + count <= len(self)
@@ -276,6 +299,9 @@ class TokenWindowStream(Stream):
 
     def read_ahead(self, windows_drawn: Sequence[int]) -> None:
         self._source.read_ahead(*self._locate(windows_drawn))
+
+    def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
+        return [self._source.locate(*pair) for pair in zip(*self._locate(windows_drawn), strict=True)]
 
     def _locate(self, windows_drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         """Offset and number of tokens of each window."""

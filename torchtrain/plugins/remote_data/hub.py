@@ -36,6 +36,7 @@ from torchtrain.datasets.file_formats import (
     documents_of_share,
     has_shares,
     kind_of,
+    position_in_share,
     require_text,
 )
 from torchtrain.datasets.local_files import identify, identity_and_key
@@ -310,7 +311,12 @@ def _streamed_file(url: str, size: int, column: str) -> StreamedFile:
                 raw, name, size, column, share, shares, start, text_by_line=True, on_malformed=on_malformed_line
             )
 
-    return StreamedFile(size, has_shares(name, size, text_by_line=True), read)
+    def position(share: int, shares: int, number: int) -> str:
+        with _open(url, size) as raw:
+            return position_in_share(raw, name, size, share, shares, number, text_by_line=is_text)
+
+    is_text = kind_of(name)[0] in ("txt", "md")
+    return StreamedFile(size, has_shares(name, size, text_by_line=True), read, url, position)
 
 
 def _open(url: str, size: int) -> RangeFile:

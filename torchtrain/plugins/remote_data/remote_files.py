@@ -23,6 +23,7 @@ from torchtrain.datasets.file_formats import (
     has_shares,
     ignore,
     kind_of,
+    position_in_share,
 )
 from torchtrain.datasets.local_files import identify
 from torchtrain.datasets.mixed_folder import kinds_of_descriptions, log_left_out
@@ -255,4 +256,8 @@ def streamed_file(file: RemoteFile, column: str, cache: RangeCache | None) -> St
 
         return documents_of_remote(file, column, on_malformed_line, read_share, cache=cache)
 
-    return StreamedFile(file.size, has_shares(file.name, file.size), read)
+    def position(share: int, shares: int, number: int) -> str:
+        with file.open(cache) as raw:
+            return position_in_share(raw, file.name, file.size, share, shares, number)
+
+    return StreamedFile(file.size, has_shares(file.name, file.size), read, file.url, position)

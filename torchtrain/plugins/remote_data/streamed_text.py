@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from torchtrain.datasets.data_identity import FileTable, Identity
+from torchtrain.datasets.data_source import Place
 from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, ignore
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.packing import TextSource
@@ -41,6 +42,10 @@ class StreamedFile:
     has_shares: bool
     """Whether a share of it can be read without the others. If not, ``read`` is called with one share only."""
     read: ReadShare
+    name: str = ""
+    """Its URL."""
+    position: Callable[[int, int, int], str] | None = None
+    """Returns the position in the file of a document, by its share, the number of shares, and its number there."""
 
 
 class StreamedText(TextSource):
@@ -111,6 +116,20 @@ class StreamedText(TextSource):
             for place in range(max(0, start - first), len(block)):
                 yield first + place, block[order[place]]
             first += SHUFFLED_DOCUMENTS
+
+    def describe(self, seed: int, part: int, number: int) -> Place:
+        file_number, share, shares = self._parts[part]
+        first = number - number % SHUFFLED_DOCUMENTS
+        length = sum(1 for _ in itertools.islice(self.read(part, first), SHUFFLED_DOCUMENTS))
+        document = first + int(permute(np.array([number - first]), length, stream_seed(seed, first))[0])
+        file = self._files[file_number]
+        if not file.has_shares:  # each reader keeps every n-th document
+            share, shares, document = 0, 1, share + document * shares
+        if file.position is None:
+            position = f"document {document}" + f" of part {share} of {shares}" * (shares > 1)
+        else:
+            position = file.position(share, shares, document)
+        return Place(file.name or f"file {file_number} of {self.name}", position)
 
     def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
         number, share, shares = self._parts[part]

@@ -1,0 +1,280 @@
+"""torchtrain.explain lists the documents of a step, and their losses under the weights before it."""
+
+import gzip
+import json
+import random
+import shutil
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
+from forked_command import run_command
+from forked_run import finish, logged_losses, patched_loss, saved_tensors
+
+from torchtrain.config.parse import from_text
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.data_source import Place
+from torchtrain.errors import ConfigError
+from torchtrain.models.model_config import build_model_config
+from torchtrain.models.spec import build_model
+from torchtrain.plugins.explain.explanation import split_at
+from torchtrain.plugins.explain.run import open_run
+
+SMALL = [
+    *("--model.shape.dim=32", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
+    *("--model.shape.ffn_dim=64", "--job.device=cpu"),
+]
+BAD_STEP = 7
+SCRIPT = "<script>alert('&')</script> "
+
+
+def one(folder: Path, kind: str) -> SourceConfig:
+    """A source with ``DOCUMENTS``, of which ``text_at`` finds each by its place."""
+    folder.mkdir()
+    if kind == "text":
+        for number, text in enumerate(DOCUMENTS):
+            (folder / f"{number:02}.txt").write_text(text)
+        return SourceConfig(path=str(folder))
+    if kind == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        for number in (0, 1):
+            table = pyarrow.table({"text": DOCUMENTS[number::2]})
+            pyarrow.parquet.write_table(table, folder / f"{number}.parquet", row_group_size=7)
+        return SourceConfig(path=f"file://{folder}")
+    for number in (0, 1):
+        write_jsonl(folder / f"{number}.jsonl", DOCUMENTS[number::2])
+    if kind == "compressed":
+        for path in folder.glob("*.jsonl"):
+            path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
+            path.unlink()
+    if kind == "prepared":
+        return SourceConfig(path=write_prepared(folder / "prepared", str(folder / "*.jsonl")))
+    return SourceConfig(path=f"{'' if kind == 'local' else 'file://'}{folder}")
+
+
+@cache
+def content_of(file: str) -> bytes:
+    path = Path(file.removeprefix("file://"))
+    return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+
+
+def text_at(place: Place) -> str:
+    """The document at ``place``, read without the package's own readers."""
+    name, position = Path(place.file).name, place.position.split()
+    if name.endswith(".txt"):
+        assert not position
+        return content_of(place.file).decode()
+    if name.endswith(".parquet"):
+        assert position[0] == "row"
+        return DOCUMENTS[int(name[0]) :: 2][int(position[1])]
+    if name.endswith(".tokens"):  # in the order of the files
+        assert name == "shard-00000.tokens"
+        return [*DOCUMENTS[::2], *DOCUMENTS[1::2]][int(position[1].rstrip(","))]
+    if place.position.startswith("the line at byte"):
+        line = content_of(place.file)[int(position[-1]) :].splitlines()[0]
+    else:
+        assert position[0] == "line"
+        line = content_of(place.file).splitlines()[int(position[1]) - 1]
+    text: str = json.loads(line)["text"]
+    return text
+
+
+@pytest.mark.parametrize("kinds", ["local", "text", "prepared", "streamed", "parquet", "compressed", "local prepared"])
+def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
+    sources = [one(tmp_path / kind, kind) for kind in kinds.split()]
+    config = DataConfig(sources=tuple(sources), prefetch=0, streams=4, document_mask=True)
+    loader, undisturbed = make_loader(config, range(4), batch=4), make_loader(config, range(4), batch=4)
+    files, documents = set(), []
+    for _ in range(45):  # more than two epochs
+        located, batch = loader.locate(), next(loader)
+        assert torch.equal(batch.tokens, take(undisturbed, 1)[0])
+        assert batch.sources is not None
+        for row, pieces in enumerate(located):
+            assert pieces is not None
+            tokens: list[int] = []
+            for piece in pieces:
+                encoded = TOKENIZER.encode(text_at(piece.place), bos=True, eos=True)
+                tokens += encoded[piece.offset : piece.offset + piece.tokens]
+                files.add(piece.place.file)
+                documents.append(piece.place)
+                assert kinds.split()[int(batch.sources[row])] in piece.place.file
+            assert tokens == [*batch.tokens[row].tolist(), int(batch.labels[row, -1])]
+    loader.close()
+    assert len(files) >= {"text": 60, "prepared": 1}.get(kinds, 2)
+    if kinds != "local prepared":
+        assert len(set(documents)) == len(DOCUMENTS)  # in each epoch the same places
+
+
+def test_a_stream_without_places_is_split_at_bos() -> None:
+    window = torch.tensor([5, 1, 7, 8, 1, 9])
+    pieces = split_at(window, 1, "a table")
+    assert [piece.tokens for piece in pieces] == [1, 3, 2]
+    assert pieces[0].place == Place("a table")
+    assert [piece.tokens for piece in split_at(window, None, "a table")] == [6]
+
+
+def bad_loss() -> AbstractContextManager[None]:
+    """A hook that makes the loss of ``BAD_STEP``, with four microbatches a step, infinite."""
+    context: AbstractContextManager[None] = patched_loss(
+        lambda call, loss: loss * torch.inf if call == 4 * BAD_STEP else loss
+    )
+    return context
+
+
+def explain(run: Path, *options: str, code: int = 0) -> Any:
+    """The JSON that ``torchtrain.explain`` prints, or its error."""
+    result = run_command("torchtrain.explain", str(run), *options, *(["--json"] if code == 0 else []))
+    assert result.returncode == code, result.stderr
+    return json.loads(result.stdout) if code == 0 else result.stderr
+
+
+def planted(folder: Path) -> str:
+    """A file of similar documents, of which one is random characters."""
+    letters = random.Random(0)
+    texts = [f"{SCRIPT}the same few words, document {number % 4}. " * 2 for number in range(48)]
+    texts[23] = "".join(chr(letters.randrange(0x400, 0x3000)) for _ in range(12))
+    return write_jsonl(folder / "planted.jsonl", texts)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run of eight steps with a checkpoint every two, whose step 7 is bad, and its log."""
+    folder = tmp_path_factory.mktemp("explain")
+    log = finish(folder / "run", *SMALL, f"--data.path={planted(folder)}", ranks=1, hook=bad_loss)
+    return folder / "run", log
+
+
+def test_report_of_a_bad_step_names_the_command(run: tuple[Path, str]) -> None:
+    folder, log = run
+    line = next(line for line in log.splitlines() if f"step {BAD_STEP} is bad" in line)
+    assert f"; its documents: python -m torchtrain.explain {folder} --step {BAD_STEP};" in line
+
+
+def test_losses_of_documents_are_those_of_plain_pytorch(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = run
+    before = sorted(path for path in folder.rglob("*"))
+    found = explain(folder, "--step=5", "--top=1000")
+    assert found["weights"] == {"checkpoint_step": 4, "replayed": 0, "exact": True}
+    assert sorted(path for path in folder.rglob("*")) == before
+    config = from_text((folder / "config.toml").read_text(), "config.toml")
+    model = build_model(build_model_config(config.model, TOKENIZER, 32))
+    model.init_buffers()
+    shutil.copytree(folder / "checkpoint/step-4", tmp_path / "checkpoint/step-4")
+    tensors = saved_tensors(tmp_path, 4)
+    model.load_state_dict({n.removeprefix("model."): t for n, t in tensors.items() if n.startswith("model.")})
+    loader = make_loader(config.data, range(4), batch=4)
+    take(loader, 4)
+    batch = next(loader)
+    loader.close()
+    with torch.no_grad():
+        logits = model(batch.tokens)
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none").view(4, 32)
+    assert len(found["documents"]) > 4
+    for document in found["documents"]:
+        begin, end = document["begin"], document["begin"] + document["tokens"]
+        expected = losses[document["row"], max(0, begin - 1) : end - 1]  # the label of token t is token t + 1
+        assert document["predicted"] == len(expected)
+        assert document["loss_sum"] == pytest.approx(expected.sum().item(), rel=1e-5)
+        assert document["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
+    assert found["loss"] == pytest.approx(logged_losses(folder)[5], rel=1e-6)
+    assert [of["loss"] for of in found["documents"]] == sorted((of["loss"] for of in found["documents"]), reverse=True)
+
+
+def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    expected = explain(run[0], "--step=5")
+    shutil.rmtree(folder / "checkpoint/step-4")
+    found = explain(folder, "--step=5")
+    assert found["weights"] == {"checkpoint_step": 2, "replayed": 2, "exact": True}
+    assert found["documents"] == expected["documents"]
+    first = explain(folder, "--step=1", "--rows", "0", "1", "2", "3")
+    assert first["weights"] == {"checkpoint_step": 0, "replayed": 0, "exact": True}
+    assert first["loss"] == pytest.approx(logged_losses(folder)[1], rel=1e-6)
+
+
+def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = run
+    config = from_text((folder / "config.toml").read_text(), "config.toml")
+    loader = make_loader(config.data, range(4), batch=4)
+    loader.prefetch = 0
+    step = 1
+    while not any(piece.place.position == "line 24" for pieces in loader.locate() for piece in pieces or ()):
+        next(loader)
+        step += 1
+    assert 4 < step <= 8
+    page = tmp_path / "page.html"
+    top = explain(folder, f"--step={step}", "--top=2", f"--html={page}")["documents"]
+    assert len(top) == 2
+    assert top[0]["position"] == "line 24"
+    assert top[0]["file"].endswith("planted.jsonl")
+    assert top[0]["source"] == "planted"
+    assert top[0]["loss"] > 2 * top[1]["loss"]
+    text = page.read_text()
+    assert "<script" not in text
+    assert "&lt;" in text
+    assert text.count("<p>") == 2
+    assert 'src="' not in text
+
+
+def test_stages_and_ranks(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    stages = tmp_path / "stages.toml"
+    stages.write_text(
+        '[training]\nseq_len = 32\nglobal_batch_size = 4\nlocal_batch_size = 1\nmixed_precision_param = "float32"\n'
+        "[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 2\n"
+        '[[stages]]\nname = "first"\nsteps = 3\n'
+        '[[stages]]\nname = "second"\nsteps = 3\ntraining.seq_len = 64\ntraining.global_batch_size = 8\n'
+        "data.document_mask = true\n"
+    )
+    folder = tmp_path / "run"
+    options = [*SMALL, f"--data.path={tmp_path / 'a.jsonl'}", "--metrics.no-enable_report"]
+    finish(folder, "--job.config_file", str(stages), *options, ranks=2)
+    losses = logged_losses(folder)
+    for step, replayed, exact, rows in ((3, 0, True, 4), (4, 0, True, 8), (6, 1, False, 8)):
+        if step == 6:
+            shutil.rmtree(folder / "checkpoint/step-4")
+            replayed = 2
+        found = explain(folder, f"--step={step}")
+        assert found["weights"]["replayed"] == replayed
+        assert found["weights"]["exact"] == exact
+        assert len(found["rows"]) == rows
+        assert found["loss"] == pytest.approx(losses[step], rel=1e-4)
+    shutil.rmtree(folder / "checkpoint/step-3")
+    shutil.rmtree(folder / "checkpoint/step-2")
+    assert "its weights cannot be restored" in explain(folder, "--step=5", code=2)
+    without = explain(folder, "--step=6", "--without-weights")  # through both stages
+    assert without["weights"] is None
+    of_rows = {(of["row"], of["begin"]): of["text"] for of in without["documents"]}
+    assert all(of_rows[of["row"], of["begin"]] == of["text"] for of in found["documents"])
+
+
+def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder, _ = run
+    assert "is not the folder of a run" in explain(tmp_path, "--step=1", code=2)
+    for arguments, message in {
+        (str(folder), 0, ()): r"--step 0 must be from 1 to 8, the last step of the run",
+        (str(folder), 9, ()): r"--step 9 must be from 1 to 8",
+        (str(folder), 3, (1, 4)): r"--rows 4 must be from 0 to 3, the last row",
+        ("s3://bucket/run", 1, ()): r"is a URL",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            open_run(*arguments)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    config = (copy / "config.toml").read_text()
+    write_jsonl(tmp_path / "other.jsonl", DOCUMENTS)
+    shutil.rmtree(copy / "checkpoint/step-8")  # else that has the config of step 7
+    path = from_text(config, "config.toml").data.path
+    (copy / "config.toml").write_text(config.replace(str(path), str(tmp_path / "other.jsonl")))
+    assert "the data are not those of the checkpoint of step 6 any more" in explain(
+        copy, "--step=7", "--without-weights", code=2
+    )

@@ -1,0 +1,71 @@
+"""List the documents in a step of a run, with their losses: ``python -m torchtrain.explain RUN --step N``.
+
+The losses are those under the weights before the step. Nothing is written into the run's folder. See docs/explain.md.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from torchtrain.cli import command
+from torchtrain.config.registry import import_modules
+from torchtrain.config.schema import Count, LocalPath, check_values
+from torchtrain.environment import require_one_process
+from torchtrain.errors import ConfigError
+from torchtrain.files import require_file, writing
+
+
+@dataclass(frozen=True)
+class Options:
+    run: Annotated[str, tyro.conf.Positional]
+    """A run's folder. The run may still be in progress."""
+    step: int
+    """The step, from 1 on."""
+    rows: tuple[int, ...] = ()
+    """Rows of the global batch, from 0 on; by default all."""
+    top: Count = 20
+    """Number of documents to list, those with the highest losses."""
+    json: bool = False
+    """Print JSON."""
+    html: LocalPath = ""
+    """HTML file for a page with the loss of each token."""
+    without_weights: bool = False
+    """List all documents in the order of the batch, without losses: only the data are read."""
+    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    """Python modules to import first, which register components of the run."""
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
+        if self.html and self.without_weights:
+            raise ConfigError("--html shows the losses of tokens: leave out --without-weights")
+        if self.html:
+            require_file(self.html, "--html")
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """List the documents, and return the exit code of the process."""
+    options = tyro.cli(
+        Options, prog="python -m torchtrain.explain", description=__doc__, args=argv, use_underscores=True
+    )
+    require_one_process("explain")
+    import_modules(options.import_, "--import")
+    # Not above: --help needs no torch.
+    from torchtrain.plugins.explain.explanation import explain
+    from torchtrain.plugins.explain.report import as_json, as_page, as_text
+    from torchtrain.plugins.explain.run import open_run
+
+    run = open_run(options.run, options.step, options.rows)
+    explanation = explain(run, with_weights=not options.without_weights)
+    top = None if options.without_weights else options.top
+    if options.html:
+        with writing(options.html, "--html"):
+            Path(options.html).write_text(as_page(explanation, options.top), encoding="utf-8")
+    text = json.dumps(as_json(explanation, top), indent=1) if options.json else as_text(explanation, top)
+    sys.stdout.write(f"{text}\n")
+    return 0

@@ -1,0 +1,137 @@
+"""An explanation as text, as JSON values, and as an HTML page with the loss of each token."""
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.plugins.explain.explanation import Document, Explanation
+
+SHOWN_CHARACTERS = 60
+DECODED_TOKENS = 60  # of which the beginning of a text is decoded
+CONTEXT_TOKENS = 4  # with which a token is decoded, since it may be part of a character
+DARKEST_LOSS = 12.0  # nats
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
+p { font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+span.special { color: #888; }
+"""
+
+
+def as_json(explanation: Explanation, top: int | None) -> dict[str, Any]:
+    """JSON values; a number that is not finite is None."""
+    run, weights = explanation.run, explanation.weights
+    return {
+        "run": str(run.folder),
+        "step": run.step,
+        "rows": list(run.rows),
+        "weights": None if weights is None else vars(weights),
+        "loss": None if weights is None else finite(mean_loss(explanation.documents)),
+        "documents": [_values(document, explanation.tokenizer) for document in explanation.listed(top)],
+    }
+
+
+def _values(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "row": document.row,
+        "source": document.source,
+        "file": document.place.file,
+        "position": document.place.position,
+        "begin": document.begin,
+        "tokens": len(document.tokens),
+        "offset": document.offset,
+        "text": beginning(document, tokenizer),
+    }
+    if document.losses is not None:
+        values |= {"loss": finite(document.loss), "loss_sum": finite(document.loss_sum)}
+        values["predicted"] = document.predicted
+    return values
+
+
+def finite(value: float) -> float | None:
+    """``value``; None if JSON has no such number."""
+    return value if math.isfinite(value) else None
+
+
+def mean_loss(documents: Sequence[Document]) -> float:
+    """Mean loss of all tokens of ``documents``."""
+    return sum(of.loss_sum for of in documents) / max(1, sum(of.predicted for of in documents))
+
+
+def beginning(document: Document, tokenizer: Tokenizer) -> str:
+    """The beginning of its text in the row."""
+    ids = [token for token in document.tokens[:DECODED_TOKENS].tolist() if token not in tokenizer.special_ids]
+    text = tokenizer.decode(ids)
+    return ("..." if document.offset else "") + text
+
+
+def as_text(explanation: Explanation, top: int | None) -> str:
+    """A line about the step, and two lines for each listed document."""
+    lines = [headline(explanation)]
+    for document in explanation.listed(top):
+        text = " ".join(beginning(document, explanation.tokenizer).split())
+        shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+        loss = "" if document.losses is None else f"loss {document.loss:.4f} (sum {document.loss_sum:.1f}), "
+        lines += [f"{loss}{where(document)}", f"  {place(document)}: {shown!r}"]
+    return "\n".join(lines)
+
+
+def headline(explanation: Explanation) -> str:
+    """What is listed, and under which weights."""
+    run, documents, weights = explanation.run, explanation.documents, explanation.weights
+    counts = f"step {run.step}: {len(documents)} pieces of documents in {len(run.rows)} row(s)"
+    if weights is None:
+        return counts
+    return f"{counts}, mean loss {mean_loss(documents):.4f}; weights: {weights}"
+
+
+def where(document: Document) -> str:
+    """Its place in the batch."""
+    count = len(document.tokens)
+    of_document = f" (token {document.offset} of the document)" * bool(document.offset)
+    return f"row {document.row}, {count} tokens from {document.begin} on{of_document}"
+
+
+def place(document: Document) -> str:
+    """Where it is stored."""
+    parts = (document.source, document.place.file, document.place.position)
+    return ", ".join(part for part in parts if part)
+
+
+def as_page(explanation: Explanation, top: int) -> str:
+    """A self-contained HTML page: the text of each listed document, its tokens colored by their loss."""
+    title = escape(f"{explanation.run.folder}, step {explanation.run.step}")
+    parts = [
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<div>{escape(headline(explanation))}. ",
+        f"The darker a token, the higher its loss, up to {DARKEST_LOSS:.0f} nats.</div>",
+    ]
+    for document in explanation.listed(top):
+        head = f"loss {document.loss:.4f}: {where(document)}"
+        parts.append(f"<h2>{escape(head)}</h2>\n<div>{escape(place(document))}</div>")
+        parts.append(f"<p>{_colored(document, explanation.tokenizer)}</p>")
+    return "\n".join([*parts, "</body></html>\n"])
+
+
+def _colored(document: Document, tokenizer: Tokenizer) -> str:
+    assert document.losses is not None
+    ids, spans = document.tokens.tolist(), []
+    for number, (token, loss) in enumerate(zip(ids, document.losses.tolist(), strict=True)):
+        is_special = token in tokenizer.special_ids
+        text = tokenizer.name_of(token) if is_special else text_of(ids, number, tokenizer)
+        style = "special" if is_special else "token"
+        if number == 0 and document.begin == 0:
+            spans.append(f'<span class="{style}" title="not predicted in this row">{escape(text)}</span>')
+            continue
+        share = min(max(loss / DARKEST_LOSS, 0.0), 1.0) if math.isfinite(loss) else 1.0
+        color = f"background: rgba(220, 50, 30, {share:.2f})"
+        spans.append(f'<span class="{style}" style="{color}" title="loss {loss:.3f}">{escape(text)}</span>')
+    return "".join(spans)
+
+
+def text_of(ids: Sequence[int], number: int, tokenizer: Tokenizer) -> str:
+    """The text that token ``number`` adds to those before it."""
+    before = [token for token in ids[max(0, number - CONTEXT_TOKENS) : number] if token not in tokenizer.special_ids]
+    return tokenizer.decode([*before, ids[number]])[len(tokenizer.decode(before)) :]

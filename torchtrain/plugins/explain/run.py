@@ -1,0 +1,196 @@
+"""A step of a run: its config on one rank, the checkpoint to begin from, and the data loader before it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
+from torchtrain.checkpoint.resume import read_config
+from torchtrain.checkpoint.resume_compatibility import same_content, source_identities
+from torchtrain.checkpoint.states import load_tensors
+from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
+from torchtrain.config.parse import from_text, read_text
+from torchtrain.config.run_plan import RunPlan, plan_of
+from torchtrain.config.schema import (
+    CheckpointConfig,
+    DebugConfig,
+    JobConfig,
+    MetricsConfig,
+    ParallelismConfig,
+    ProfilingConfig,
+    ValidationConfig,
+)
+from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
+from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
+from torchtrain.distributed.process_group import destroy_process_group, init_process_group
+from torchtrain.errors import CheckpointError, ConfigError, DataError
+from torchtrain.files import is_url, names_in
+
+
+@dataclass(frozen=True)
+class RunStep:
+    """A step of the run in ``folder``.
+
+    ``config`` is that of the step's part of the run, as it was trained. ``rows`` are the rows to explain.
+    """
+
+    folder: Path
+    config: JobConfig
+    plan: RunPlan
+    storage: CheckpointStorage
+    step: int
+    rows: Sequence[int]
+
+    @property
+    def part(self) -> int:
+        """The number of the part of the run that the step is in."""
+        return part_of(self.plan, self.step)
+
+    @property
+    def checkpoint_step(self) -> int:
+        """The step of the newest checkpoint before the step; 0 if there is none."""
+        return max((step for step in self.storage.steps() if step < self.step), default=0)
+
+
+def open_run(folder: str, step: int, rows: Sequence[int]) -> RunStep:
+    """Find the config of ``step`` of the run in ``folder``. ``rows``: those to explain; empty for all.
+
+    Raises:
+        ConfigError: it is no folder of a run, or the step or a row is out of range.
+    """
+    if is_url(folder):
+        raise ConfigError(f"{folder} is a URL: explain needs the folder of a run, such as outputs/debug_model")
+    path = Path(folder)
+    if not path.is_dir() or CONFIG not in names_in(path):
+        raise ConfigError(f"{path} is not the folder of a run, such as outputs/debug_model: it has no {CONFIG}")
+    file = str(path / CONFIG)
+    newest = from_text(read_text(file), file, only_known=True)
+    storage = open_storage(newest.checkpoint.location(path))
+    last = plan_of(newest).last_step
+    if not 1 <= step <= last:
+        raise ConfigError(f"--step {step} must be from 1 to {last}, the last step of the run in {path}")
+    # A run may have been resumed with other options since: a checkpoint has those of its own steps.
+    after = next((saved for saved in storage.steps() if saved >= step), None)
+    config = newest
+    if after is not None:
+        checkpoint = storage.open(after)
+        config = from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
+    plan = plan_of(config)
+    config = plan.parts[part_of(plan, step)]
+    batch = config.training.global_batch_size
+    if bad := [row for row in rows if not 0 <= row < batch]:
+        raise ConfigError(f"--rows {bad[0]} must be from 0 to {batch - 1}, the last row of the global batch")
+    return RunStep(path, config, plan, storage, step, sorted(set(rows)) or range(batch))
+
+
+def part_of(plan: RunPlan, step: int) -> int:
+    """The number of the part of a run that ``step`` is in."""
+    ends = [part.training.steps for part in plan.parts]
+    return next(number for number, end in enumerate(ends) if step <= end)
+
+
+def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
+    """The config of a part of a run, to train the same steps in this process, without outputs."""
+    return replace(
+        config,
+        job=replace(config.job, dump_folder=dump_folder, stage=""),
+        data=replace(config.data, prefetch=0),
+        validation=ValidationConfig(),
+        parallelism=ParallelismConfig(),
+        checkpoint=CheckpointConfig(enable=False, initial_load_path=config.checkpoint.initial_load_path),
+        # A bad step is skipped: a rollback of the run is a checkpoint that was saved after it.
+        faults=replace(config.faults, on_nonfinite="skip", max_bad_steps=2**31, wall_clock_limit_minutes=0.0),
+        metrics=MetricsConfig(enable_tensorboard=False, enable_report=False),
+        profiling=ProfilingConfig(),
+        debug=DebugConfig(),
+        stages=(),
+    )
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position of a run in its data after ``step``."""
+
+    step: int
+    rows: npt.NDArray[np.int64]
+    """The state of all rows (``DataLoader.state_dict``)."""
+    layout: LoaderLayout
+    identity: Mapping[str, str]
+    """The identity of the data (``DataLoader.identity``)."""
+
+
+def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
+    """A loader whose next batch is that of the step, for all rows of the global batch.
+
+    It begins at the newest checkpoint before the step, and reads the batches from there on.
+
+    Raises:
+        DataError: the data are not those of the checkpoint, or end before the step.
+        CheckpointError: the checkpoint is damaged.
+    """
+    tokenizer = load_tokenizer(run.config.model.tokenizer_path)
+    position = _saved_position(run)
+    for number in range(part_of(run.plan, position.step + 1) if position else 0, run.part + 1):
+        loader = _open_loader(run.plan.parts[number], tokenizer)
+        if position is not None:
+            _resume(loader, position, same_part=position.step >= run.plan.first_step(number))
+        step = position.step if position else 0
+        last = run.step - 1 if number == run.part else run.plan.parts[number].training.steps
+        while step < last:
+            if next(loader, None) is None:
+                raise DataError(f"the data end before step {run.step}: step {step} is the last one")
+            step += 1
+        position = Position(step, loader.state_dict()["rows"].numpy(), loader.layout, loader.identity)
+    return loader, tokenizer
+
+
+def _open_loader(config: JobConfig, tokenizer: Tokenizer) -> DataLoader:
+    training = config.training
+    return build_dataloader(
+        replace(config.data, prefetch=0),
+        tokenizer,
+        seq_len=training.seq_len,
+        global_batch_size=training.global_batch_size,
+        rows=range(training.global_batch_size),
+        seed=training.seed,
+        device=torch.device("cpu"),
+        cache_folder=config.job.data_cache_folder,
+        cache_bytes=config.job.data_cache_gib * 2**30,
+    )
+
+
+def _saved_position(run: RunStep) -> Position | None:
+    """The position in the newest checkpoint before the step; None if there is no checkpoint."""
+    if not run.checkpoint_step:
+        return None
+    checkpoint = run.storage.open(run.checkpoint_step)
+    manifest = read_manifest(checkpoint)
+    if manifest.loader is None:
+        raise CheckpointError(f"{checkpoint} has no position in the data")
+    saved = manifest.loader
+    layout = LoaderLayout(saved["global_batch_size"], saved["seq_len"], tuple(saved["state_sizes"]))
+    columns = 1 + len(layout.state_sizes) + sum(layout.state_sizes)
+    rows = torch.empty(layout.global_batch_size, columns, dtype=torch.int64)
+    init_process_group(torch.device("cpu"), run.config.comm.init_timeout_seconds)
+    try:
+        load_tensors({"loader.rows": rows}, VerifiedReader(checkpoint))
+    finally:
+        destroy_process_group()  # the trainer creates its own
+    return Position(run.checkpoint_step, rows.numpy(), layout, manifest.data)
+
+
+def _resume(loader: DataLoader, position: Position, *, same_part: bool) -> None:
+    """Let ``loader`` continue after ``position``; in the ``same_part`` of the run, its data must be the same."""
+    saved, current = source_identities(position.identity), source_identities(loader.identity)
+    continued = [same_content(old, new) for old, new in zip(saved, current, strict=False)]
+    if same_part and not (all(continued) and len(saved) == len(current)):
+        raise DataError(
+            f"the data are not those of the checkpoint of step {position.step} any more: it has {'; '.join(saved)}; "
+            f"now there are {'; '.join(current)}. Restore the files, or explain a step of the new data"
+        )
+    loader.resume(position.rows, position.layout, continued + [False] * (len(current) - len(continued)))
