@@ -1,10 +1,12 @@
 """torchtrain.explain lists the documents of a step, and their losses under the weights before it."""
 
+import atexit
 import gzip
 import json
 import random
 import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
 from forked_command import run_command
-from forked_run import finish, logged_losses, patched_loss, saved_tensors
+from forked_run import CONFIG, logged_losses, patched_loss, saved_tensors
 
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import DataConfig, SourceConfig
@@ -30,6 +32,7 @@ SMALL = [
     *("--model.shape.ffn_dim=64", "--job.device=cpu"),
 ]
 BAD_STEP = 7
+PLANTED = 37  # the number of a document that is in this step
 SCRIPT = "<script>alert('&')</script> "
 
 
@@ -120,12 +123,25 @@ def test_a_stream_without_places_is_split_at_bos() -> None:
     assert [piece.tokens for piece in split_at(window, None, "a table")] == [6]
 
 
-def bad_loss() -> AbstractContextManager[None]:
-    """A hook that makes the loss of ``BAD_STEP``, with four microbatches a step, infinite."""
-    context: AbstractContextManager[None] = patched_loss(
-        lambda call, loss: loss * torch.inf if call == 4 * BAD_STEP else loss
-    )
-    return context
+def bad_loss() -> None:
+    """A hook that makes the loss of ``BAD_STEP``, with four microbatches a step, infinite in this process."""
+    stack = ExitStack()
+    stack.enter_context(patched_loss(lambda call, loss: loss * torch.inf if call == 4 * BAD_STEP else loss))
+    atexit.register(stack.close)
+
+
+def nothing() -> None:
+    """No hook."""
+
+
+def train(folder: Path, config: str, *options: str, ranks: int = 1, hook: Callable[[], None] = nothing) -> str:
+    """Train a small model, and return the log."""
+    file = folder.with_suffix(".toml")
+    file.write_text(config)
+    options = ("--job.config_file", str(file), "--job.dump_folder", str(folder), *SMALL, *options)
+    result = run_command("torchtrain.train", *options, ranks=ranks, hook=hook)
+    assert result.returncode == 0, result.stderr
+    return result.stderr
 
 
 def explain(run: Path, *options: str, code: int = 0) -> Any:
@@ -139,7 +155,7 @@ def planted(folder: Path) -> str:
     """A file of similar documents, of which one is random characters."""
     letters = random.Random(0)
     texts = [f"{SCRIPT}the same few words, document {number % 4}. " * 2 for number in range(48)]
-    texts[23] = "".join(chr(letters.randrange(0x400, 0x3000)) for _ in range(12))
+    texts[PLANTED] = "".join(chr(letters.randrange(0x400, 0x3000)) for _ in range(12))
     return write_jsonl(folder / "planted.jsonl", texts)
 
 
@@ -147,7 +163,7 @@ def planted(folder: Path) -> str:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A run of eight steps with a checkpoint every two, whose step 7 is bad, and its log."""
     folder = tmp_path_factory.mktemp("explain")
-    log = finish(folder / "run", *SMALL, f"--data.path={planted(folder)}", ranks=1, hook=bad_loss)
+    log = train(folder / "run", CONFIG, f"--data.path={planted(folder)}", hook=bad_loss)
     return folder / "run", log
 
 
@@ -202,19 +218,10 @@ def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> N
 
 
 def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -> None:
-    folder, _ = run
-    config = from_text((folder / "config.toml").read_text(), "config.toml")
-    loader = make_loader(config.data, range(4), batch=4)
-    loader.prefetch = 0
-    step = 1
-    while not any(piece.place.position == "line 24" for pieces in loader.locate() for piece in pieces or ()):
-        next(loader)
-        step += 1
-    assert 4 < step <= 8
     page = tmp_path / "page.html"
-    top = explain(folder, f"--step={step}", "--top=2", f"--html={page}")["documents"]
+    top = explain(run[0], f"--step={BAD_STEP}", "--top=2", f"--html={page}")["documents"]
     assert len(top) == 2
-    assert top[0]["position"] == "line 24"
+    assert top[0]["position"] == f"line {PLANTED + 1}"
     assert top[0]["file"].endswith("planted.jsonl")
     assert top[0]["source"] == "planted"
     assert top[0]["loss"] > 2 * top[1]["loss"]
@@ -227,8 +234,7 @@ def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -
 
 def test_stages_and_ranks(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    stages = tmp_path / "stages.toml"
-    stages.write_text(
+    config = (
         '[training]\nseq_len = 32\nglobal_batch_size = 4\nlocal_batch_size = 1\nmixed_precision_param = "float32"\n'
         "[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 2\n"
         '[[stages]]\nname = "first"\nsteps = 3\n'
@@ -236,8 +242,7 @@ def test_stages_and_ranks(tmp_path: Path) -> None:
         "data.document_mask = true\n"
     )
     folder = tmp_path / "run"
-    options = [*SMALL, f"--data.path={tmp_path / 'a.jsonl'}", "--metrics.no-enable_report"]
-    finish(folder, "--job.config_file", str(stages), *options, ranks=2)
+    train(folder, config, f"--data.path={tmp_path / 'a.jsonl'}", "--metrics.no-enable_report", ranks=2)
     losses = logged_losses(folder)
     for step, replayed, exact, rows in ((3, 0, True, 4), (4, 0, True, 8), (6, 1, False, 8)):
         if step == 6:
