@@ -100,6 +100,8 @@ LISTED = {
     "test_compare.py runs a similar command",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "test_compare.py runs a similar command",
+    "python -m torchtrain.explain outputs/my_texts --step 35 --top 3": "needs a run of other options; "
+    "test_explain.py runs a similar command",
     "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by test_compare.py",
     "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
