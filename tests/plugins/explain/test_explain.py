@@ -233,16 +233,17 @@ def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -
 
 
 def test_stages_and_ranks(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    sources = [one(tmp_path / kind, kind) for kind in ("local", "streamed", "prepared")]
     config = (
         '[training]\nseq_len = 32\nglobal_batch_size = 4\nlocal_batch_size = 1\nmixed_precision_param = "float32"\n'
-        "[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 2\n"
-        '[[stages]]\nname = "first"\nsteps = 3\n'
+        "[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 2\n[data]\nstreams = 4\n"
+        + "".join(f'[[data.sources]]\npath = "{source.path}"\n' for source in sources)
+        + '[[stages]]\nname = "first"\nsteps = 3\n'
         '[[stages]]\nname = "second"\nsteps = 3\ntraining.seq_len = 64\ntraining.global_batch_size = 8\n'
         "data.document_mask = true\n"
     )
     folder = tmp_path / "run"
-    train(folder, config, f"--data.path={tmp_path / 'a.jsonl'}", "--metrics.no-enable_report", ranks=2)
+    train(folder, config, "--metrics.no-enable_report", ranks=2)
     losses = logged_losses(folder)
     for step, replayed, exact, rows in ((3, 0, True, 4), (4, 0, True, 8), (6, 1, False, 8)):
         if step == 6:
@@ -277,6 +278,7 @@ def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
     shutil.copytree(folder, copy)
     config = (copy / "config.toml").read_text()
     write_jsonl(tmp_path / "other.jsonl", DOCUMENTS)
+    assert "the data are not those" not in explain(copy, "--step=7", "--without-weights")
     shutil.rmtree(copy / "checkpoint/step-8")  # else that has the config of step 7
     path = from_text(config, "config.toml").data.path
     (copy / "config.toml").write_text(config.replace(str(path), str(tmp_path / "other.jsonl")))

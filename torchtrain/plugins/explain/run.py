@@ -45,6 +45,8 @@ class RunStep:
     storage: CheckpointStorage
     step: int
     rows: Sequence[int]
+    identity: Mapping[str, str] | None
+    """The identity of the data of the step (``DataLoader.identity``), if a checkpoint after it has it."""
 
     @property
     def part(self) -> int:
@@ -76,16 +78,18 @@ def open_run(folder: str, step: int, rows: Sequence[int]) -> RunStep:
         raise ConfigError(f"--step {step} must be from 1 to {last}, the last step of the run in {path}")
     # A run may have been resumed with other options since: a checkpoint has those of its own steps.
     after = next((saved for saved in storage.steps() if saved >= step), None)
-    config = newest
+    config, identity = newest, None
     if after is not None:
         checkpoint = storage.open(after)
         config = from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
     plan = plan_of(config)
+    if after is not None and part_of(plan, after) == part_of(plan, step):
+        identity = read_manifest(checkpoint).data
     config = plan.parts[part_of(plan, step)]
     batch = config.training.global_batch_size
     if bad := [row for row in rows if not 0 <= row < batch]:
         raise ConfigError(f"--rows {bad[0]} must be from 0 to {batch - 1}, the last row of the global batch")
-    return RunStep(path, config, plan, storage, step, sorted(set(rows)) or range(batch))
+    return RunStep(path, config, plan, storage, step, sorted(set(rows)) or range(batch), identity)
 
 
 def part_of(plan: RunPlan, step: int) -> int:
@@ -138,7 +142,11 @@ def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
     for number in range(part_of(run.plan, position.step + 1) if position else 0, run.part + 1):
         loader = _open_loader(run.plan.parts[number], tokenizer)
         if position is not None:
-            _resume(loader, position, same_part=position.step >= run.plan.first_step(number))
+            _resume(loader, position)
+            if run.identity is None and position.step >= run.plan.first_step(number):
+                _require_same_data(loader, position.identity, f"the checkpoint of step {position.step}")
+        if number == run.part and run.identity is not None:
+            _require_same_data(loader, run.identity, f"the first checkpoint after step {run.step - 1}")
         step = position.step if position else 0
         last = run.step - 1 if number == run.part else run.plan.parts[number].training.steps
         while step < last:
@@ -184,13 +192,18 @@ def _saved_position(run: RunStep) -> Position | None:
     return Position(run.checkpoint_step, rows.numpy(), layout, manifest.data)
 
 
-def _resume(loader: DataLoader, position: Position, *, same_part: bool) -> None:
-    """Let ``loader`` continue after ``position``; in the ``same_part`` of the run, its data must be the same."""
+def _resume(loader: DataLoader, position: Position) -> None:
+    """Let ``loader`` continue after ``position``. As in a resumed run, sources with other content begin."""
     saved, current = source_identities(position.identity), source_identities(loader.identity)
     continued = [same_content(old, new) for old, new in zip(saved, current, strict=False)]
-    if same_part and not (all(continued) and len(saved) == len(current)):
-        raise DataError(
-            f"the data are not those of the checkpoint of step {position.step} any more: it has {'; '.join(saved)}; "
-            f"now there are {'; '.join(current)}. Restore the files, or explain a step of the new data"
-        )
     loader.resume(position.rows, position.layout, continued + [False] * (len(current) - len(continued)))
+
+
+def _require_same_data(loader: DataLoader, identity: Mapping[str, str], of: str) -> None:
+    """Raise DataError unless the data of ``loader`` have the ``identity`` in a checkpoint; ``of`` names it."""
+    saved, current = source_identities(identity), source_identities(loader.identity)
+    if len(saved) != len(current) or not all(map(same_content, saved, current)):
+        raise DataError(
+            f"the data are not those of {of} any more: it has {'; '.join(saved)}; now there are {'; '.join(current)}. "
+            "Restore the files to explain a step"
+        )
