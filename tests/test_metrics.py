@@ -24,7 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtrain.config.schema import JobConfig, MetricsConfig, ProfilingConfig, SourceConfig
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.devices import peak_flops
-from torchtrain.metrics.history import Run
+from torchtrain.metrics.history import Run, validation_losses
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
 from torchtrain.metrics.run_description import RunDescription
@@ -350,6 +350,19 @@ def test_rank_that_waits_for_data_is_logged_as_a_straggler(tmp_path: Path) -> No
 
 def test_ranks_of_equal_speed_are_not_stragglers(gloo: GlooPool) -> None:
     assert gloo.run(4, watch_stragglers, "none")[0] == []
+
+
+def test_validation_losses_are_finite_and_of_steps_that_are_not_undone(tmp_path: Path) -> None:
+    assert validation_losses(tmp_path) == {}
+    lines: list[dict[str, Any]] = [
+        {"step": 2, "validation_loss": 3.0},
+        {"step": 4, "validation_loss": None},  # was not finite
+        {"step": 6, "validation_loss": 1.0},
+        {"step": 4, "event": "rolled_back"},
+        {"step": 5, "loss": 2.0},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert validation_losses(tmp_path) == {2: 3.0}
 
 
 def test_logged_validation_is_valid_until_the_run_restarts_before_its_step(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Read what a run has written to ``metrics.jsonl``."""
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +25,13 @@ class Run:
 
 
 def validation_losses(folder: Path) -> dict[int, float]:
-    """The validation loss after each step of the run in ``folder`` that has one, without those of undone steps."""
+    """The validation loss after each step of the run in ``folder`` that has a finite one, without undone steps."""
     try:
         run = read_run(folder, warn=lambda _: None)
     except TorchtrainError:  # there are no metrics yet
         return {}
-    return {line["step"]: line["validation_loss"] for line in run.lines if "validation_loss" in line}
+    losses = {line["step"]: line.get("validation_loss") for line in run.lines}
+    return {step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
 
 
 def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
