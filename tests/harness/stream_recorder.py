@@ -567,6 +567,12 @@ def ordered_threads(recorder: StreamRecorder, modes: Callable[[], ExitStack]) ->
             recorder.synchronized(event)
             return item
 
+        def put_nowait(self, item: Any) -> None:
+            self.put(item, block=False)
+
+        def get_nowait(self) -> Any:  # thread pools call it since Python 3.12
+            return self.get(block=False)
+
     return {
         (threading.Thread, "start"): publishing(start),
         (threading.Thread, "run"): recorded_run,
