@@ -492,7 +492,9 @@ def inf_from_step_3() -> Any:
 
 def test_non_finite_gradients_are_skipped(tmp_path: Path) -> None:
     output = finish(tmp_path, hook=nan_in_step_5_of_rank_1)
-    assert "step 5 is bad (loss nan, gradient norm nan): loss not finite on 1 rank(s); the update is skipped" in output
+    explain = f"its documents: python -m torchtrain.explain {tmp_path} --step 5"
+    problem = "step 5 is bad (loss nan, gradient norm nan): loss not finite on 1 rank(s)"
+    assert f"{problem}; {explain}; the update is skipped" in output
     events = [line for line in metrics_lines(tmp_path) if "event" in line]
     assert [(event["step"], event["event"]) for event in events] == [(5, "bad_step_skip")]
     tensors = saved_tensors(tmp_path, STEPS)
