@@ -1,5 +1,6 @@
 """The planner's counts compared with real runs, published numbers and closed forms; the estimate command."""
 
+import gc
 import json
 import re
 from collections import Counter
@@ -133,6 +134,7 @@ def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
     """FLOPs and peaks of live bytes of two steps on real tensors."""
     recorder = StepRecorder("cpu")
     config, _ = resolve_layout(config, shape, dist.get_world_size())
+    gc.collect()  # garbage of earlier tests would be freed within the steps
     simulate_steps(config, build(config, shape), recorder, new_tokens=torch.zeros)
     counts = [sum(o.flops for o in step.operations) for step in recorder.steps]
     return counts, [sum(step.peak) for step in recorder.steps]
