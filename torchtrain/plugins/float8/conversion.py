@@ -58,6 +58,13 @@ class Float8(LinearConversion):
                 f"{given} reduces the scales of the gathered weights over ranks: with training.enable_cpu_offload = "
                 f"true in CPU memory, which NCCL does not support; switch that off, {alternative}"
             )
+        sizes = [size for parameter, size in matrix_shapes(model).items() if module_in_block(parameter)]
+        shares_inputs = self.options.recipe == "tensorwise" and degrees.tensor > 1
+        if shares_inputs and not all(self.is_converted(*size) for size in sizes):
+            raise ConfigError(
+                f"float8.filter_small_layers = true leaves out some layers of this model, but with {given} the layers "
+                f"of a block share inputs that tensor-parallel ranks gather in float8; set it to false"
+            )
         styles = spec_of(model).linear_layers
         on_ranks = f" on each of {degrees.tensor} tensor-parallel ranks" if degrees.tensor > 1 else ""
         for parameter, (rows, columns) in matrix_shapes(model).items():
