@@ -54,7 +54,7 @@ LISTED = {
     ),
     "python -m torchtrain.compare outputs/one outputs/two --import parallel_block": OWN_MODEL,
     "./run_llama_train.sh --job.config_file train_configs/debug_stages.toml --job.dump_folder outputs/debug_stages": (
-        "takes minutes; tests/test_stages.py"
+        "takes minutes; tests/plugins/stages/test_stages.py"
     ),
     "python scripts/plot.py outputs/debug_stages -o stages.png": "needs the run of the line above",
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "

@@ -30,7 +30,7 @@ def validation_losses(folder: Path) -> dict[int, float]:
         run = read_run(folder, warn=lambda _: None)
     except TorchtrainError:  # there are no metrics yet
         return {}
-    losses = {line["step"]: line.get("validation_loss") for line in run.lines}
+    losses = {line["step"]: line.get("validation_loss", line.get("validation_ema_loss")) for line in run.lines}
     return {step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
 
 
