@@ -439,7 +439,9 @@ def start_of_piece(raw: BinaryIO, offset: int) -> int:
 
 def _pieces_in_range(raw: BinaryIO, start: int, stop: int) -> Iterator[str | None]:
     """The documents of a large text file that begin about in ``range(start, stop)``, which is in bytes."""
-    begin, end = start_of_piece(raw, start), start_of_piece(raw, stop)
+    end, begin = start_of_piece(raw, stop), start_of_piece(raw, start)
+    raw.seek(begin)
+    require_utf8(raw.read(min(HEAD_BYTES, end - begin)))
     raw.seek(begin)
     sizes = (min(_BLOCK_BYTES, end - offset) for offset in range(begin, end, _BLOCK_BYTES))
     return _pieces(map(raw.read, sizes), begin, 2 * PIECE_BYTES)
@@ -529,7 +531,9 @@ def _parquet(
     for group in range(parquet.num_row_groups):
         rows = parquet.metadata.row_group(group).num_rows
         is_within = within is None or _first_byte(parquet.metadata.row_group(group)) in within
-        if first + rows <= start or first >= stop or not is_within:
+        if first >= stop:
+            return
+        if first + rows <= start or not is_within:
             first += rows
             continue
         for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):

@@ -321,12 +321,12 @@ def test_large_file_is_divided_among_its_readers(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(RemoteFile, "_read", counted)
     source = opened_text(SourceConfig(path=path.as_uri()), readers=3)
     size = path.stat().st_size
-    assert source.parts == -(-size // (1 << 19)) >= 3
+    assert source.parts == (3 if kind == "parquet" else 6)  # a multiple of the readers, so that an epoch ends evenly
     fetched.clear()
     parts = [[text or "" for _, text in source.read(part, 0)] for part in range(source.parts)]
     assert "".join(itertools.chain.from_iterable(parts)) == "".join(texts)
     assert max(map(len, parts)) < 1.1 * min(map(len, parts)) + 3
-    assert sum(fetched) < 1.5 * size
+    assert sum(fetched) < 2 * size  # at the ends of parts, which are small here, some bytes are fetched twice
 
 
 def test_prepare_that_continues_with_another_division_begins_again(memory: MemoryFileSystem, tmp_path: Path) -> None:

@@ -316,7 +316,9 @@ def _streamed_file(url: str, size: int, column: str) -> StreamedFile:
             return position_in_share(raw, name, size, share, shares, number, text_by_line=is_text)
 
     is_text = kind_of(name)[0] in ("txt", "md")
-    return StreamedFile(size, has_shares(name, size, text_by_line=True), read, url, position)
+    # A share of Parquet may need a whole row group, which may be large.
+    divided_bytes = 0 if kind_of(name)[0] == "parquet" else size
+    return StreamedFile(divided_bytes, has_shares(name, size, text_by_line=True), read, url, position)
 
 
 def _open(url: str, size: int) -> RangeFile:

@@ -10,6 +10,7 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 import xxhash
+from fsspec.caching import BlockCache
 
 from torchtrain.config.registry import FOLDER_FORMATS
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
@@ -88,6 +89,11 @@ class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
         of_parquet, of_others = {"cache_type": "none"}, {"cache_type": "blockcache", "cache_options": {"maxblocks": 1}}
         cache = of_parquet if kind_of(url)[0] == "parquet" else of_others
         super().__init__(None, url, block_size=RANGE_BYTES, size=size, **cache)
+
+    def close(self) -> None:
+        if not self.closed and isinstance(self.cache, BlockCache):
+            self.cache._fetch_block_cached.cache_clear()  # it refers to itself, and garbage is collected rarely
+        super().close()
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         return self._fetch(start, min(end, self.size))
@@ -260,4 +266,6 @@ def streamed_file(file: RemoteFile, column: str, cache: RangeCache | None) -> St
         with file.open(cache) as raw:
             return position_in_share(raw, file.name, file.size, share, shares, number)
 
-    return StreamedFile(file.size, has_shares(file.name, file.size), read, file.url, position)
+    # A share of Parquet may need a whole row group, which may be large.
+    divided_bytes = 0 if kind_of(file.name)[0] == "parquet" else file.size
+    return StreamedFile(divided_bytes, has_shares(file.name, file.size), read, file.url, position)

@@ -38,7 +38,7 @@ class StreamedFile:
     """A file whose documents are streamed."""
 
     size: int
-    """Its size in bytes."""
+    """Its size in bytes; 0 if it is divided only where there would be fewer parts than readers."""
     has_shares: bool
     """Whether a share of it can be read without the others. If not, ``read`` is called with one share only."""
     read: ReadShare
@@ -77,6 +77,9 @@ class StreamedText(TextSource):
         self._files = files
         fewest = math.ceil(readers / len(files))
         shares = [max(fewest, -(-file.size // SHARE_BYTES)) if file.has_shares else fewest for file in files]
+        largest = max(range(len(files)), key=lambda number: files[number].size)
+        if files[largest].has_shares:  # so that all readers end an epoch together
+            shares[largest] += -sum(shares) % readers
         self._parts = [(number, share, of) for number, of in enumerate(shares) for share in range(of)]
         super().__init__(len(self._parts), name)
         self._identify = identify
