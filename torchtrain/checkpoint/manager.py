@@ -429,6 +429,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             kept |= {step for step in steps if step % config.keep_every == 0}
         if config.keep_best_k:
             losses = self.validation_losses()
+            if not losses:  # they cannot be read, or none is known yet
+                return []
             kept |= set(sorted(losses.keys() & set(steps), key=losses.__getitem__)[: config.keep_best_k])
         return [step for step in steps if step not in kept]
 
