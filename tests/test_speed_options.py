@@ -470,6 +470,19 @@ def test_small_layers_that_are_filtered_are_those_of_torchao(recipe: Any) -> Non
     assert converted == of_block - small - ({"feed_forward.w2"} if recipe == "rowwise" else set())
 
 
+def test_filtered_float8_layers_are_rejected_with_tensor_parallelism() -> None:
+    pytest.importorskip("torchao")
+    shape = replace(TINY, dim=2048, n_heads=16, n_kv_heads=4, ffn_dim=8192, n_layers=1)
+    for recipe, tensor, rejected in (("tensorwise", 2, True), ("tensorwise", 1, False), ("rowwise", 2, False)):
+        config = config_of(float8={"recipe": recipe, "filter_small_layers": True})
+        check = partial(Float8(config.float8).check, config, ParallelDims(tensor=tensor), shape, 64, (9, 0))
+        if not rejected:
+            check()
+            continue
+        with pytest.raises(ConfigError, match=r"filter_small_layers = true leaves out some layers .*; set it to false"):
+            check()
+
+
 def test_memory_budget_is_set_in_torch_compile() -> None:
     from torch._functorch import config
 

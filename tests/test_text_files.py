@@ -827,6 +827,13 @@ def test_shares_of_a_file_contain_each_document_once(kind: str, shares: int) -> 
             assert read(share, start) == part[start:]
 
 
+@pytest.mark.parametrize("share", range(4))
+def test_no_share_of_a_text_in_utf_16_is_read(share: int) -> None:
+    raw = ("a line of words\n" * 100_000).encode("utf-16-le")
+    with pytest.raises(NotUTF8Error):
+        list(file_formats.documents_of_share(io.BytesIO(raw), "corpus.txt", len(raw), "text", share, 4))
+
+
 def test_files_that_are_read_as_a_whole_have_no_shares() -> None:
     for name in ("a.jsonl.gz", "a.json", "a.csv", "a.txt.zst", "a.arrow", "a.txt"):
         assert not file_formats.has_shares(name, 1000)

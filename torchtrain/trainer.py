@@ -126,9 +126,8 @@ class Trainer:
         config, self.tokenizer, self.model_config, dims = resolve(config, world_size())
         self.parallel_dims = dims
         validate(config, device, dims, self.model_config, self.tokenizer)
-        if (
-            config.training.attention_backend != "auto" or plan_of(config).part_name
-        ):  # undo the choice of the part before
+        # Of a run of several parts also "auto", which undoes the choice of the part before.
+        if config.training.attention_backend != "auto" or plan_of(config).part_name:
             choose_attention_backend(config.training.attention_backend)
 
         # Process groups. The device mesh names each dimension along which ranks communicate.

@@ -109,7 +109,7 @@ def _never(*_: Any, **__: Any) -> Any:
 
 
 class Observer:
-    """Is told what the process does with streams and events; see ``observed``. These methods do nothing.
+    """Its methods are called when the process uses streams and events; see ``observed``. These do nothing.
 
     A stream has a name, such as "stream 3 of cuda:1". The methods are called in the thread that uses the stream.
     """
@@ -206,7 +206,7 @@ RUNTIME = Runtime()
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Context manager in which ``observer`` is told what all threads do with streams; new streams count from 1."""
+    """Context manager in which methods of ``observer`` are called for all threads; new streams count from 1."""
     RUNTIME.observer, before = observer, RUNTIME.observer
     RUNTIME.numbers = count(1)
     try:

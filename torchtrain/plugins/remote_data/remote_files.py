@@ -86,7 +86,7 @@ class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
         self._fetch = fetch
         # The reader of Parquet requests exactly the bytes that it needs. Of other files whole blocks are requested, so
         # that wherever a reader begins, it finds in the RangeCache what another one has read.
-        of_parquet, of_others = {"cache_type": "none"}, {"cache_type": "blockcache", "cache_options": {"maxblocks": 1}}
+        of_parquet, of_others = {"cache_type": "none"}, {"cache_type": "blockcache", "cache_options": {"maxblocks": 2}}
         cache = of_parquet if kind_of(url)[0] == "parquet" else of_others
         super().__init__(None, url, block_size=RANGE_BYTES, size=size, **cache)
 
