@@ -99,9 +99,9 @@ def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_ranks_alone_report_a_signal_to_the_job(number: signal.Signals, code: int) -> None:
     rank = (
-        # In one write: both ranks share the pipe.
+        # Each line in one write: both ranks share the pipes.
         "import os, signal, sys; stop = lambda *_: (os.write(2, b'stopped as requested\\n'), sys.exit(1))\n"
-        "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop); print('ready', flush=True)\n"
+        "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop); os.write(1, b'ready\\n')\n"
         "while True: signal.pause()"
     )
     # A background process of a shell script ignores SIGINT, and its children inherit that.

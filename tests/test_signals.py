@@ -9,6 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from forked_command import run_command
+
+from torchtrain.datasets import tokenizers
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TEXTS = 4000
@@ -94,3 +97,25 @@ def test_fifty_signals_at_random_moments(module: str, tmp_path: Path, trained_ru
         (folder / "texts.jsonl").symlink_to(tmp_path / "texts.jsonl")
         words = [word.replace("{trained}", str(trained_run)).replace("{}", str(folder)) for word in COMMANDS[module]]
         check(module, words, generator)
+
+
+def interrupt_import() -> None:
+    """SIGINT arrives while the tokenizer's extension is imported, which pybind11 reports as an error of the import."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started the tests in the background
+
+    def load_tokenizer(*_: object) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ImportError("initialization failed") from error
+
+    tokenizers.load_tokenizer = load_tokenizer  # type: ignore[assignment]
+
+
+def test_interrupt_in_the_import_of_an_extension_is_one(tmp_path: Path) -> None:
+    write_texts(tmp_path)
+    words = [word.replace("{}", str(tmp_path)) for word in COMMANDS["prepare"]]
+    result = run_command("torchtrain.prepare", *words, hook=interrupt_import)
+    assert result.returncode == 130, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "run the same command again to resume" in result.stderr

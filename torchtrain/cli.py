@@ -35,6 +35,22 @@ class Interrupted(KeyboardInterrupt):
 
 
 @contextmanager
+def interrupts_as_raised() -> Iterator[None]:
+    """A context manager that raises an interrupt which an import has turned into its own error.
+
+    Python code that an extension module calls while it is initialized may be interrupted; pybind11 then raises an
+    ImportError from the KeyboardInterrupt.
+    """
+    try:
+        yield
+    except (ImportError, SystemError) as error:
+        cause = error.__cause__
+        if isinstance(cause, KeyboardInterrupt):
+            raise cause from None
+        raise
+
+
+@contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """A context manager in which SIGTERM and SIGUSR1, which SLURM sends, raise ``Interrupted``."""
 
@@ -43,7 +59,8 @@ def interrupted_by_signals() -> Iterator[None]:
 
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        yield
+        with interrupts_as_raised():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -93,7 +110,8 @@ def run_command(run: Callable[[], int]) -> int:
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)  # see torchtrain/__init__.py
     try:
-        code = run()
+        with interrupts_as_raised():
+            code = run()
         sys.stdout.flush()
         return code
     except TorchtrainError as error:
