@@ -64,6 +64,8 @@ def check(module: str, words: list[str], random_numbers: random.Random) -> None:
     number = random_numbers.choice(SIGNALS)
     seconds = random_numbers.uniform(0.05, SECONDS[module])
     code, log = interrupt(module, words, number, seconds)
+    if number == signal.SIGINT and "KeyboardInterrupt" in log and "torchtrain" not in log:
+        return  # on a slow machine Python itself had not started, and ends with 1 or a traceback of its own
     # Before the command handles signals they end it; a training run stops in its own way, with 75.
     assert code in (0, 75, 128 + number, -number), (number, seconds, code, log)
     assert "Traceback" not in log, (number, seconds, log)
