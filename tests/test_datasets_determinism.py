@@ -10,7 +10,6 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.plugins.prepared_data.tokenized import TokenWindowStream
 
 SOURCES = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
 STEPS = 50
@@ -146,15 +145,6 @@ def test_data_end_when_the_first_source_is_exhausted(tmp_path: Path) -> None:
     steps = sum(1 for _ in make_loader(DataConfig(sources=sources, when_exhausted="stop")))
     # Half of each batch is from the small source.
     assert steps == windows // 4
-
-
-def test_order_of_windows_does_not_depend_on_the_block_size(
-    configs: dict[str, DataConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = replace(configs["prepared"], prefetch=0)
-    full = take(make_loader(config), STEPS)
-    monkeypatch.setattr(TokenWindowStream, "_BLOCK", 7)
-    assert torch.equal(take(make_loader(config), STEPS), full)
 
 
 def test_each_source_has_its_own_order(configs: dict[str, DataConfig]) -> None:

@@ -20,7 +20,7 @@ FROZEN = {  # every option, by kind and section
         "job": "config_file dump_folder description device import stage data_cache_folder data_cache_gib",
         "model": "shape.max_position_embeddings",
         "training": "steps gc_freq",
-        "data": "label revision prefetch verify_gib",
+        "data": "label longest_seq_len revision prefetch verify_gib",
         "validation": (
             "label path name subset split revision download text_column skip_not_utf8 weight type options sources "
             "enable interval interval_tokens steps weights prompts prompt_max_new_tokens prompt_temperature "

@@ -28,33 +28,6 @@ def text(tmp_path: Path) -> DataConfig:
     return DataConfig(path=write_jsonl(tmp_path / "text.jsonl", DOCUMENTS), when_exhausted="stop", prefetch=0)
 
 
-def test_larger_batch_continues_or_reads_every_document_once(text: DataConfig) -> None:
-    old = loader(text)
-    take(old, 6)
-    old_positions = old.state_dict()["rows"][:, 2:].tolist()  # part, document, token
-    positions = resumed(old, loader(text, batch=8)).state_dict()["rows"][:, 2:].tolist()
-    begun = {part for row, (last, _, _) in enumerate(old_positions) for part in range(row, last + 1, 4)}
-    left = {part for first, _, _ in positions for part in range(first, len(DOCUMENTS), 8)}
-    assert begun | left == set(range(len(DOCUMENTS)))
-    assert begun & left == {part for part, _, token in positions if token} == {part for part, _, _ in old_positions}
-    assert [position for position in positions if position[2]] == sorted(old_positions, key=lambda p: p[0] % 8)
-
-
-@pytest.mark.parametrize("batch", [2, 6])
-def test_other_batch_reads_nothing_twice(text: DataConfig, batch: int) -> None:
-    old = loader(text)
-    take(old, 6)
-    begun = {part for row in old.state_dict()["rows"][:, 2].tolist() for part in range(row % 4, row + 1, 4)}
-    new = resumed(old, loader(text, batch=batch))
-    positions = new.state_dict()["rows"][:, 2:].tolist()
-    assert [part % batch for part, _, _ in positions] == list(range(batch))
-    again = {part for part, _, _ in positions} & begun
-    assert again == {part for part, _, token in positions if token} != set()
-    for row, (first, _, token) in enumerate(positions):
-        rest = set(range(first + batch * bool(token), len(DOCUMENTS), batch))
-        assert not rest & begun, f"row {row} reads documents again"
-
-
 def test_other_sequence_length_continues_text_with_the_next_token(text: DataConfig) -> None:
     old, whole = loader(text, seq_len=16), loader(text, seq_len=16)
     take(old, 4)
@@ -72,36 +45,28 @@ def test_other_batch_continues_tokenized_data_with_the_next_window(tmp_path: Pat
     assert torch.equal(take(new, 2).reshape(12, -1), take(whole, 6)[3:].reshape(12, -1))
 
 
-def test_other_sequence_length_continues_tokenized_data_after_as_many_tokens(tmp_path: Path) -> None:
+def test_longer_sequences_than_planned_continue_after_as_many_tokens(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
     config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
     old = loader(config, seq_len=16)
     take(old, 3)
     new = resumed(old, loader(config, seq_len=32))
     assert new.state_dict()["rows"][0, :2].tolist() == [3, 6]  # 12 windows of 16 are 6 of 32
+    assert caplog.text.count("training.seq_len = 32 is longer than the 16 tokens by which the data were ordered") == 1
     whole = loader(config, batch=6, seq_len=32)
     assert torch.equal(take(new, 1)[0], torch.cat((take(whole, 1)[0], take(whole, 1)[0]))[6:10])
 
 
-@pytest.mark.parametrize(("before", "now"), [(16, 32), (32, 16), (16, 24), (3, 300), (300, 7)])
-def test_other_sequence_length_near_the_end_of_an_epoch_of_tokenized_data(
-    tmp_path: Path, before: int, now: int
-) -> None:
-    """As many tokens of the epoch are skipped as it has read. An epoch that has ended is followed by the next one."""
-    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:20]))
+def test_planned_length_orders_the_data_and_a_checkpoint_keeps_the_order(tmp_path: Path) -> None:
+    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
     config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
-    targets = len(loader(config).sources[0]) - 1  # type: ignore[arg-type]
-    old_windows, new_windows = targets // before, targets // now
-    for epoch, drawn in [(0, 1), (0, old_windows - 1), (1, 0), (1, 1), (2, old_windows // 2), (2, old_windows - 1)]:
-        old, new, fresh = (loader(config, 1, seq_len) for seq_len in (before, now, now))
-        rows = old.state_dict()["rows"]
-        rows[:, 1] = epoch * old_windows + drawn
-        old.load_state_dict({"rows": rows})
-        after_as_many = (n for n in range(new_windows) if n * now >= drawn * before)
-        expected = epoch * new_windows + next(after_as_many, new_windows)
-        assert resumed(old, new).state_dict()["rows"][0, 1] == expected
-        fresh.load_state_dict({"rows": new.state_dict()["rows"]})
-        assert torch.equal(take(new, 2), take(fresh, 2))
+    old = make_loader(config, range(4), batch=4, seq_len=16, longest_seq_len=64)
+    take(old, 2)
+    unplanned = loader(config)
+    unplanned.load_state_dict({"rows": old.state_dict()["rows"]})
+    assert torch.equal(take(unplanned, 9), take(old, 9))
 
 
 def test_data_that_have_ended_do_not_begin_again_with_another_sequence_length(tmp_path: Path) -> None:
@@ -193,4 +158,4 @@ def test_run_continues_with_another_batch_length_and_rope_base_if_allowed(tmp_pa
 
 def test_layout_of_the_state() -> None:
     config = DataConfig(prefetch=0)
-    assert loader(config).layout == LoaderLayout(4, 16, (3,))
+    assert loader(config).layout == LoaderLayout(4, 16, (5,))

@@ -686,7 +686,7 @@ def build_loaders(
             config.data, **{key: fields[key] for key in asdict(SourceConfig())}, sources=(), when_exhausted="stop"
         )
         validation_loaders[source.title] = open_loader(once, section=section, drop_last=False, count_bytes=True)
-    return open_loader(config.data), validation_loaders
+    return open_loader(config.data, longest_seq_len=plan_of(config).longest_seq_len), validation_loaders
 
 
 def initialize(model_parts: Sequence[Decoder], seed: int, device: torch.device) -> None:

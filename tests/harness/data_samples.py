@@ -59,6 +59,7 @@ def make_loader(
     seq_len: int = 32,
     seed: int = 0,
     drop_last: bool = True,
+    longest_seq_len: int = 0,
     cache_folder: str = "",
 ) -> DataLoader:
     return build_dataloader(
@@ -70,6 +71,7 @@ def make_loader(
         seed=seed,
         device=torch.device("cpu"),
         drop_last=drop_last,
+        longest_seq_len=longest_seq_len,
         cache_folder=cache_folder,
     )
 

@@ -33,7 +33,7 @@ KINDS = {
         *("job", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug"),
         # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
-        "data.label",
+        *("data.label", "data.longest_seq_len"),  # of which a checkpoint keeps the block size
         "model.shape.max_position_embeddings",  # only said of exports
         "stages",  # compared by the plan of the run
     },

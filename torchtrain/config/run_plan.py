@@ -72,6 +72,11 @@ class RunPlan:
         """The last step of the run."""
         return self.parts[-1].training.steps
 
+    @property
+    def longest_seq_len(self) -> int:
+        """The largest ``training.seq_len`` of all parts."""
+        return max(part.training.seq_len for part in self.parts)
+
     def first_step(self, number: int) -> int:
         """The first step of the part ``number``."""
         return self.parts[number - 1].training.steps + 1 if number else 1

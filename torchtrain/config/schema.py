@@ -592,6 +592,9 @@ class DataConfig(SourcesConfig, name="data"):
     """Maximum number of files of streamed data that are read concurrently; the number used is the largest divisor of
     the global batch size up to it. The number of data-parallel ranks must divide that number. A different number gives
     a different data order."""
+    longest_seq_len: CountOrZero = 0
+    """Order prepared data so that training.seq_len can grow to this many tokens without reading any twice. 0: to the
+    longest of all stages. A checkpoint keeps the order that it was saved with."""
     prefetch: CountOrZero = 2
     """Number of batches to read ahead in a background thread. 0: read each batch when the step needs it."""
     verify_gib: Annotated[float, ("be at least 0; inf verifies all", lambda value: value >= 0)] = 1.0

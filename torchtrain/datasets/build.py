@@ -46,6 +46,7 @@ def build_dataloader(
     section: str = "data",
     drop_last: bool = True,
     count_bytes: bool = False,
+    longest_seq_len: int = 0,
     cache_folder: str = "",
     cache_bytes: float = math.inf,
     group: dist.ProcessGroup | None = None,
@@ -60,6 +61,7 @@ def build_dataloader(
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
         count_bytes: whether batches have ``label_bytes``.
+        longest_seq_len: see ``StreamRequest``; ``config`` may have a larger one.
         cache_folder, cache_bytes: see ``SourceContext``.
         group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
             here and in the loader. None: this rank opens the data without communication.
@@ -101,7 +103,8 @@ def build_dataloader(
     streams = [
         source.streams(
             StreamRequest(
-                tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat
+                *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
+                longest_seq_len=max(longest_seq_len, config.longest_seq_len),
             )
         )
         for number, (source, _) in enumerate(opened)

@@ -138,6 +138,8 @@ class StreamRequest:
     seed: int
     repeat: bool
     """At its end, read the source again in another order."""
+    longest_seq_len: int = 0
+    """The largest ``seq_len`` that the run is planned to have in any of its parts; 0: this one."""
 
 
 @dataclass(frozen=True)

@@ -224,14 +224,16 @@ class DataLoader(Iterator[Batch]):
         same_windows = (saved.global_batch_size, saved.seq_len) == (self.global_batch_size, self.seq_len)
         for number, (streams, beginnings) in enumerate(zip(self.streams, self._beginnings, strict=True)):
             self._windows_drawn[number] = 0
+            if continued[number] and not same_windows:
+                for stream in dict.fromkeys(streams):  # rows may share one
+                    self._windows_drawn[number] = stream.resume(positions[number])
+                continue
             for stream, row, beginning in zip(streams, self.rows, beginnings, strict=True):
-                if not continued[number]:
-                    stream.state = beginning
-                elif same_windows:
+                if continued[number]:
                     stream.state = tuple(positions[number].states[row].tolist())
                     self._windows_drawn[number] = positions[number].windows_drawn
                 else:
-                    self._windows_drawn[number] = stream.resume(positions[number])
+                    stream.state = beginning
         self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
 

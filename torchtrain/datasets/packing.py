@@ -4,10 +4,10 @@ A window begins with the last token of the previous window, so that every token 
 """
 
 import copy
-import math
+import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -152,6 +152,27 @@ def byte_shares(tokens: Tokens, token_bytes: npt.NDArray[np.int64], size: int) -
     return counted * (size / total) if total else np.full(len(tokens), size / len(tokens))
 
 
+class Share(NamedTuple):
+    """Parts that one reader reads one after the other: those of the numbers ``number``, ``number + step``, ... below
+    ``end``, of the first one what follows ``token`` in ``document``."""
+
+    number: int
+    document: int
+    token: int
+    step: int
+    end: int
+
+
+_ENDLESS = np.iinfo(np.int64).max
+
+
+def _shares_of(state: State) -> list[Share]:
+    """The shares of a state, without the padding."""
+    size = len(Share._fields)
+    shares = [Share(*state[start : start + size]) for start in range(0, len(state), size)]
+    return [share for share in shares if share.step]
+
+
 class PackedTextStream(Stream):
     """Packs the documents of one reader: for each, bos, its tokens, eos. A token that is both bos and eos occurs once.
 
@@ -160,7 +181,15 @@ class PackedTextStream(Stream):
         numbers of parts over all epochs   0 [1] 2 [3]   4 [5] 6 [7]   this reader reads those in brackets
         their numbers in the source        2  0  3  1    1  3  0  2    a permutation for each epoch
 
-    The state is the position: (number of the part over all epochs, document in the part, token in the document).
+    The state is the ``Share`` that is left, here of the step 2. If the number of readers changes, the new ones first
+    finish what those before have begun, so that nothing is read twice or left out. Of 3 readers after these 2, which
+    were in the parts 6 and 3:
+
+        reader 0   the rest of 6         then 9, 12, 15, ...
+        reader 1   the rest of 3, and 5  then 7, 10, 13, ...
+        reader 2                              8, 11, 14, ...
+
+    The state is then a sequence of shares, padded with zeros to the same length for each reader.
     """
 
     def __init__(self, source: TextSource, request: StreamRequest, reader: int, readers: int):
@@ -172,16 +201,22 @@ class PackedTextStream(Stream):
         self._seed = request.seed
         self._repeat = request.repeat
         self._token_bytes = np.array(tokenizer.token_bytes)
-        self.state = (reader, 0, 0)
+        self.state = Share(reader, 0, 0, readers, _ENDLESS)
 
     @property
     def state(self) -> State:
-        return self._number, self._document, self._token
+        shares = Share(self._number, self._document, self._token, self._step, self._end), *self._later
+        state = tuple(itertools.chain.from_iterable(shares))
+        return state + (0,) * (self._state_size - len(state))
 
     @state.setter
     def state(self, state: State) -> None:
-        self._number, self._document, self._token = state
-        if self._number % self._readers != self._reader:  # with another number of readers, parts would be read twice
+        self._state_size = len(state)
+        first, *later = _shares_of(state)
+        self._number, self._document, self._token, self._step, self._end = first
+        self._later = tuple(later)
+        number, _, _, step, end = (first, *later)[-1]
+        if (number % step, step, end) != (self._reader, self._readers, _ENDLESS):
             raise DataError(
                 f"the saved position in {self._source.name} is not one of {self._readers} streams: resume with the "
                 "same data.streams and data.download, and with data of the same kind"
@@ -191,29 +226,34 @@ class PackedTextStream(Stream):
         self._bytes: Bytes | None = None  # bytes of these tokens, if requested
 
     def resume(self, saved: SavedPosition) -> int:
-        """Divide the parts that are left among another number of readers.
-
-        With a multiple of the old number, every document is continued or read once. With another number, this reader
-        continues after the furthest of the old readers whose parts it takes over: what the slower ones had not reached
-        is left out in this epoch, and nothing is read twice.
-        """
+        """Divide what is left among this number of readers."""
         readers = len(saved.states) if self._source.one_reader_per_row else saved.readers
-        rows_per_reader = len(saved.states) // readers
-        numbers = saved.states[::rows_per_reader, 0].tolist()
+        states = saved.states[:: len(saved.states) // readers]
+        shares = states.reshape(readers, -1, len(Share._fields))
+        counts = (shares[:, :, Share._fields.index("step")] > 0).sum(axis=1)
+        endless = shares[np.arange(readers), counts - 1, Share._fields.index("number")]
         # The parts of streamed data depend on the number of readers.
         same_parts = self._source.one_reader_per_row or readers == self._readers
-        if not same_parts or [number % readers for number in numbers] != list(range(readers)):
+        if not same_parts or (endless % readers != np.arange(readers)).any():
             raise DataError(
                 f"the saved position in {self._source.name} is not one of {self._readers} streams: take a "
                 "training.global_batch_size for which data.streams gives as many, or download or prepare the data"
             )
-        step = math.gcd(readers, self._readers)
-        first = self._reader % step * rows_per_reader
-        number, document, token = max(saved.states[first :: step * rows_per_reader].tolist())
-        if number % self._readers == self._reader:
-            self.state = number, document, token
+        if readers == self._readers:
+            self.state = tuple(states[self._reader].tolist())
         else:
-            self.state = number + 1 + (self._reader - number - 1) % self._readers, 0, 0
+            undivided = int(endless.max()) + 1  # no part from this number on has been begun
+            begun_before = undivided if self._repeat else min(undivided, self._source.parts)
+            left = [
+                share._replace(end=min(share.end, begun_before))
+                for before in range(self._reader, readers, self._readers)
+                for share in _shares_of(tuple(states[before].tolist()))
+                if share.number < begun_before
+            ]
+            left.append(Share(undivided + (self._reader - undivided) % self._readers, 0, 0, self._readers, _ENDLESS))
+            most = int(np.bincount(np.arange(readers) % self._readers, counts).max()) + 1
+            padding = (most - len(left)) * len(Share._fields)
+            self.state = (*itertools.chain.from_iterable(left), *[0] * padding)
         return -(-saved.windows_drawn * saved.seq_len // self._seq_len)
 
     def fill(
@@ -261,8 +301,9 @@ class PackedTextStream(Stream):
                 if self._tokens is None:
                     return pieces
             taken = min(len(self._tokens) - self._token, missing)
-            part, seed = self._part_and_seed()
-            pieces.append(Piece(self._source.describe(seed, part, self._document), self._token, taken))
+            if taken:
+                part, seed = self._part_and_seed()
+                pieces.append(Piece(self._source.describe(seed, part, self._document), self._token, taken))
             missing -= taken
             self._token += taken
             if missing:
@@ -280,9 +321,8 @@ class PackedTextStream(Stream):
         """Tokens and number of bytes of each document that has text, from the current position on."""
         parts = self._source.parts
         while self._repeat or self._number < parts:
-            # This reader has gone through as many parts as there are, and read each of them in full: one epoch more
-            # will not fill the window either.
-            if self._number > self._begun_at + self._readers * parts and len(self._read_fully) == parts:
+            # This reader has read each of the parts in full: one epoch more will not fill the window either.
+            if len(self._read_fully) == parts:
                 raise DataError(
                     f"{self._source.name} has too little text: all of it does not fill one window of "
                     f"training.seq_len + 1 = {self._length} tokens; give more, or lower training.seq_len"
@@ -298,4 +338,8 @@ class PackedTextStream(Stream):
                     tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
                     if len(tokens):  # the tokenizer may not know any character of it
                         yield tokens, text_bytes(text)
-            self._number, self._document = self._number + self._readers, 0
+            self._number, self._document = self._number + self._step, 0
+            if self._number >= self._end:
+                (self._number, self._document, token, self._step, self._end), *later = self._later
+                self._later = tuple(later)
+                self._token = token + (token > 0)  # it was the last label of a window

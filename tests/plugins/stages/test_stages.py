@@ -607,7 +607,8 @@ def run_by_hand(folder: Path, sources: dict[str, str], options: list[str], ranks
         file = folder / "by_hand.toml"
         file.write_text(f"{CONFIG}\n[data]\n{mix(sources, letters)}\n")
         arguments = ["--job.config_file", str(file), *options, *own, "--checkpoint.allow_changes", *allowed]
-        finish(folder, *arguments, ranks=ranks, shape=SHAPE)
+        # A run in stages knows the longest sequences of all, and orders its data for them.
+        finish(folder, *arguments, "--data.longest_seq_len", "64", ranks=ranks, shape=SHAPE)
 
 
 @pytest.mark.parametrize(

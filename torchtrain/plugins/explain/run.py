@@ -140,7 +140,7 @@ def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
     tokenizer = load_tokenizer(run.config.model.tokenizer_path)
     position = _saved_position(run)
     for number in range(part_of(run.plan, position.step + 1) if position else 0, run.part + 1):
-        loader = _open_loader(run.plan.parts[number], tokenizer)
+        loader = _open_loader(run.plan, number, tokenizer)
         if position is not None:
             _resume(loader, position)
             if run.identity is None and position.step >= run.plan.first_step(number):
@@ -157,8 +157,8 @@ def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
     return loader, tokenizer
 
 
-def _open_loader(config: JobConfig, tokenizer: Tokenizer) -> DataLoader:
-    training = config.training
+def _open_loader(plan: RunPlan, number: int, tokenizer: Tokenizer) -> DataLoader:
+    config, training = plan.parts[number], plan.parts[number].training
     return build_dataloader(
         replace(config.data, prefetch=0),
         tokenizer,
@@ -167,6 +167,7 @@ def _open_loader(config: JobConfig, tokenizer: Tokenizer) -> DataLoader:
         rows=range(training.global_batch_size),
         seed=training.seed,
         device=torch.device("cpu"),
+        longest_seq_len=plan.longest_seq_len,
         cache_folder=config.job.data_cache_folder,
         cache_bytes=config.job.data_cache_gib * 2**30,
     )

@@ -30,11 +30,12 @@ from torchtrain.datasets.data_source import (
     StreamRequest,
     Tokens,
 )
-from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import MISSING, parse_json
+from torchtrain.logging import logger
 from torchtrain.plugins.prepared_data.data_folder import DataFolder, Range
+from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_size, power_of_two
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written
@@ -186,7 +187,7 @@ class TokenizedDataset(DataSource):
         return SourceSize(len(self), sum(shard.bytes for shard in self._manifest.shards))
 
     def streams(self, request: StreamRequest) -> list[Stream]:
-        stream = TokenWindowStream(self, request.tokenizer, request.seq_len, request.seed, request.repeat)
+        stream = TokenWindowStream(self, request)
         return [stream] * len(request.rows)
 
     def __len__(self) -> int:
@@ -252,41 +253,75 @@ class TokenizedDataset(DataSource):
 
 
 class TokenWindowStream(Stream):
-    """Reads windows of tokenized data, in another permutation in each epoch.
+    """Reads windows of tokenized data, in another order in each epoch (``WindowOrder``).
 
-    The next window depends only on the number of windows drawn. So all rows share one stream, and its state is empty.
+    The next window depends only on the number of windows drawn. So all rows share one stream. Its state is the size of
+    the order's blocks, which a run keeps.
     """
 
-    _BLOCK = 1024  # permuting many numbers at once takes little more time than permuting one
-
-    def __init__(self, source: TokenizedDataset, tokenizer: Tokenizer, seq_len: int, seed: int, repeat: bool):
-        self.state: State = ()
+    def __init__(self, source: TokenizedDataset, request: StreamRequest):
         self._source = source
-        self._token_bytes = np.array(tokenizer.token_bytes)
-        self._seq_len = seq_len
-        self._seed = seed
-        self._repeat = repeat
-        targets = max(0, len(source) - 1)
-        self._full = targets // seq_len
-        # Data that are repeated end after the last full window; data that are read once are read to their end.
-        self._windows = self._full if repeat else -(-targets // seq_len)
-        self._block = functools.lru_cache(64)(self._make_block)
+        self._token_bytes = np.array(request.tokenizer.token_bytes)
+        self._seq_len = request.seq_len
+        self._seed = request.seed
+        self._repeat = request.repeat
+        self._targets = max(0, len(source) - 1)
         self.reads_ahead = source.folder.reads_ahead
-        if self._windows == 0:
+        self.state = (block_size(self._targets, max(request.longest_seq_len, request.seq_len)),)
+        if self._windows_of(self._order) == 0:
             raise DataError(
                 f"{source.name} has too little text: its {len(source)} tokens do not fill a window of "
-                f"training.seq_len + 1 = {seq_len + 1} tokens"
+                f"training.seq_len + 1 = {self._seq_len + 1} tokens"
             )
 
+    @property
+    def state(self) -> State:
+        return (self._order.block,)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._order = self._order_of(self._seq_len, *state)
+
+    def _order_of(self, seq_len: int, block: int) -> WindowOrder:
+        return WindowOrder(self._targets, seq_len, block, self._seed)
+
+    def _windows_of(self, order: WindowOrder) -> int:
+        """Windows of an epoch. Data that are repeated end after the last full window, others with their last token."""
+        return order.windows if self._repeat else -(-self._targets // order.seq_len)
+
     def resume(self, saved: SavedPosition) -> int:
-        """Continue in the same epoch, after as many tokens. With another sequence length, the windows of this epoch are
-        others, in another order, so that some of them contain tokens that it has already read."""
+        """Continue in the same epoch. With another sequence length, the windows that are left of the group of the last
+        one are left out, so that nothing is read twice."""
+        old = self._order_of(saved.seq_len, *saved.states[0].tolist())
         if saved.seq_len == self._seq_len:
+            self._order = old
             return saved.windows_drawn
-        targets = len(self._source) - 1
-        windows = targets // saved.seq_len if self._repeat else -(-targets // saved.seq_len)
-        epoch, number = divmod(saved.windows_drawn, max(1, windows))
-        return epoch * self._windows + min(-(-number * saved.seq_len // self._seq_len), self._windows)
+        new = self._order_of(self._seq_len, max(old.block, power_of_two(self._seq_len)))
+        epoch, number = divmod(saved.windows_drawn, max(1, self._windows_of(old)))
+        self._order = new
+        first = epoch * self._windows_of(new)
+        if number >= old.windows:  # of data that are read once: they have ended, or nearly so
+            return first + (self._windows_of(new) if number else 0)
+        if new.block > old.block:
+            logger.warning(
+                "%s: training.seq_len = %d is longer than the %d tokens by which the data were ordered: the rest of "
+                "this epoch has %.0f%% of its tokens, in another order, and some of them were read before",
+                *(self._source.name, self._seq_len, old.block, 100 * (1 - number / old.windows)),
+            )
+            return first + min(-(-number * saved.seq_len // self._seq_len), new.windows)
+        group, begun = old.find(epoch, number)
+        if begun:
+            end, group = int(old.ends(epoch)[group]), group + 1
+            logger.info(
+                "%s: with another training.seq_len, %s tokens of a group of %s are left out in this epoch (%.2f%%)",
+                self._source.name,
+                f"{(end - number) * saved.seq_len:,}",
+                f"{(end - number + begun) * saved.seq_len:,}",
+                100 * (end - number) * saved.seq_len / self._targets,
+            )
+        if group == len(new.ends(epoch)):
+            return first + self._windows_of(new)
+        return first + int(new.ends(epoch)[group - 1] if group else 0)
 
     def fill(
         self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
@@ -307,19 +342,11 @@ class TokenWindowStream(Stream):
         """Offset and number of tokens of each window."""
         starts, counts = [], []
         for drawn in windows_drawn:
-            epoch, number = divmod(drawn, self._windows)
-            block, index = divmod(number, self._BLOCK)
-            starts.append(self._block(epoch, block)[index])
+            epoch, number = divmod(drawn, self._windows_of(self._order))
+            starts.append(self._order.start(epoch, number))
             ended = epoch > 0 and not self._repeat
             counts.append(0 if ended else min(self._seq_len + 1, len(self._source) - starts[-1]))
         return starts, counts
-
-    def _make_block(self, epoch: int, block: int) -> list[int]:
-        """Offsets of the windows number ``block * _BLOCK`` and following in the order of an epoch."""
-        order = np.arange(block * self._BLOCK, min(self._windows, (block + 1) * self._BLOCK))
-        full = order < self._full  # the last window may not be full
-        order[full] = permute(order[full], self._full, stream_seed(self._seed, epoch))
-        return (order * self._seq_len).tolist()
 
 
 def verify(folder: DataFolder, label: str) -> Manifest:
