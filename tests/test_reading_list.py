@@ -31,8 +31,9 @@ INFRASTRUCTURE = {
 # What only a CPU needs. A run on GPUs executes no function of this folder.
 CPU_FOLDER = "cpu/"
 # A plugin asks in its __init__ whether the config needs it, and its options.py has the section of the config. A default
-# run executes nothing else of a plugin, but for the report at its end.
-PLUGIN = re.compile(r"plugins/\w+/(__init__|options)\.py|plugins/report/\w+\.py")
+# run executes nothing else of a plugin, but for the report at its end, and the question whether a validation is to
+# have samples and tasks.
+PLUGIN = re.compile(r"plugins/\w+/(__init__|options)\.py|plugins/(report|evaluation)/\w+\.py")
 
 
 class Trace:

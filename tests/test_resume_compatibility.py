@@ -23,7 +23,7 @@ FROZEN = {  # every option, by kind and section
         "data": "label longest_seq_len revision prefetch verify_gib",
         "validation": (
             "label path name subset split revision download text_column skip_not_utf8 weight type options sources "
-            "enable interval interval_tokens steps weights prompts prompt_max_new_tokens prompt_temperature "
+            "held_out enable interval interval_tokens steps weights prompts prompt_max_new_tokens prompt_temperature "
             "tasks tasks_path tasks_limit"
         ),
         "prepare": "output processes verify",
@@ -84,7 +84,7 @@ FROZEN = {  # every option, by kind and section
         ),
         "data": (
             "path name subset split download text_column skip_not_utf8 weight type options sources when_exhausted "
-            "document_mask"
+            "document_mask held_out"
         ),
         "float8": "recipe enable_fsdp_float8_all_gather filter_small_layers",
     },

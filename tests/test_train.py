@@ -76,8 +76,11 @@ def test_default_run_learns_and_writes_all_outputs(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     output = run(1, "--job.dump_folder", str(folder), "--training.steps", "12")
     assert "warn" not in output.lower()
-    logged = logged_metrics(folder)
+    *logged, validated = logged_metrics(folder)
     assert [line["step"] for line in logged] == [1, 10, 12]
+    assert validated["step"] == 12
+    assert validated["validation_tokens"] > 1000
+    assert abs(validated["validation_loss"] - logged[-1]["loss"]) < 1
     keys = "step loss loss_max grad_norm lr tokens_per_second mfu memory_gib data_wait_fraction step_seconds"
     assert all(set(keys.split()) <= line.keys() for line in logged)
     assert logged[0]["loss"] - logged[-1]["loss"] > 1.5

@@ -108,8 +108,8 @@ def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str,
     def tokens_of(documents: list[str]) -> int:
         return sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in documents)
 
-    # The first token of each of the 8 streams of text, and of the row of prepared tokens, is not predicted.
-    assert results["validation_tokens_text"] == tokens_of(DOCUMENTS[:37]) - 8
+    # The first token is not predicted.
+    assert results["validation_tokens_text"] == tokens_of(DOCUMENTS[:37]) - 1
     assert results["validation_tokens_prepared"] == tokens_of(DOCUMENTS[37:]) - 1
     assert results["validation_tokens_text"] % SEQ_LEN
     parts = [
@@ -284,7 +284,7 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
 
 def test_validation_requires_its_own_data_with_different_names() -> None:
     with pytest.raises(ConfigError, match=r"validation.enable needs data of its own"):
-        ValidationConfig(enable=True)
+        JobConfig(validation=ValidationConfig(enable=True))
     with pytest.raises(ConfigError, match=r"must differ in label, by default the name.*; they are a, a"):
         ValidationConfig(enable=True, sources=(SourceConfig(path="x/a.jsonl"), SourceConfig(path="y/a.txt")))
 
@@ -317,7 +317,7 @@ def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Pa
         *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path)),
         *("--training.steps", "3", "--training.seq_len", "64", "--training.local_batch_size", "2"),
         *("--validation.enable", "--validation.path", str(folder / "text.jsonl"), "--validation.interval", "2"),
-        *("--validation.steps", "1", "--data.document_mask", "--checkpoint.no-enable"),
+        *("--validation.steps", "1", "--data.held_out", "0", "--data.document_mask", "--checkpoint.no-enable"),
     ]
     checked_command("torchtrain.train", *options)
     results = {line["step"]: line for line in read_metrics(tmp_path) if "validation_loss" in line}

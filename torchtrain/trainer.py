@@ -33,7 +33,7 @@ from torchtrain.checkpoint.weights import (
 from torchtrain.config.parse import to_toml, train_configs
 from torchtrain.config.registry import EXPORTERS, STEP_HOOKS, check_plugin_options
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import JobConfig, ModelConfig, SourceConfig, TrainingConfig
+from torchtrain.config.schema import DataConfig, JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.build import build_dataloader, document_start
 from torchtrain.datasets.builtin_sources import pinned
@@ -254,9 +254,9 @@ class Trainer:
         )
 
     def build_validator(self, microbatches: Microbatches) -> Validator | None:
-        """The validator, with what plugins compute at each validation; None without ``validation.enable``."""
+        """The validator, with what plugins compute at each validation; None if there are no held-out data."""
         config = self.config
-        if not config.validation.enable:
+        if not config.validates:
             return None
         held_out = {
             label: partial(read_microbatches, loader, loader.state_dict(), config.validation.steps, microbatches)
@@ -451,7 +451,7 @@ class Trainer:
 
     def misses_validation(self) -> bool:
         """Whether no validation after the current step has been recorded, due or not; False if validation is off."""
-        if not (self.config.validation.enable and self.step):
+        if not (self.config.validates and self.step):
             return False
         file = Path(self.config.job.dump_folder) / "metrics.jsonl"
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
@@ -605,7 +605,7 @@ def validate(
     if not config.training.enable_cpu_offload:
         check_memory(config, dims, model, *memory_of(device))
     check_optimizer(config.optimizer, parameter_shapes(model), model)
-    if config.validation.enable:
+    if config.validates:
         check_validation_parts(config, tokenizer)
     for exporter in exporters(config):
         exporter.check(config, model)
@@ -678,15 +678,25 @@ def build_loaders(
         cache_bytes=config.job.data_cache_gib * 2**30,
         group=group if world_size() > 1 else None,
     )
+    open_once = partial(open_loader, drop_last=False, count_bytes=True, sequential=True, seed=0)
     validation_loaders = {}
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"
-        fields = asdict(source)  # one source, with the data loader options of [data]
-        once = replace(
-            config.data, **{key: fields[key] for key in asdict(SourceConfig())}, sources=(), when_exhausted="stop"
-        )
-        validation_loaders[source.title] = open_loader(once, section=section, drop_last=False, count_bytes=True)
+        validation_loaders[source.title] = open_once(_once(config.data, source), section=section)
+    for number, source in enumerate(config.data.all):
+        if source.held_out:
+            section = f"data.sources[{number}]" if config.data.sources else "data"
+            title = source.title or source.source_type
+            label = f"{title}_held_out" if title in validation_loaders else title
+            validation_loaders[label] = open_once(_once(config.data, source), section=section, held_out=True)
     return open_loader(config.data, longest_seq_len=plan_of(config).longest_seq_len), validation_loaders
+
+
+def _once(config: DataConfig, source: SourceConfig) -> DataConfig:
+    """``source`` alone, read once, with the other options of ``[data]``."""
+    fields = asdict(source)
+    of_source = {key: fields[key] for key in asdict(SourceConfig())}
+    return replace(config, **of_source, sources=(), when_exhausted="stop")
 
 
 def initialize(model_parts: Sequence[Decoder], seed: int, device: torch.device) -> None:

@@ -59,8 +59,8 @@ def make_loader(
     seq_len: int = 32,
     seed: int = 0,
     drop_last: bool = True,
-    longest_seq_len: int = 0,
     cache_folder: str = "",
+    **options: Any,
 ) -> DataLoader:
     return build_dataloader(
         config,
@@ -71,8 +71,8 @@ def make_loader(
         seed=seed,
         device=torch.device("cpu"),
         drop_last=drop_last,
-        longest_seq_len=longest_seq_len,
         cache_folder=cache_folder,
+        **options,
     )
 
 

@@ -134,7 +134,8 @@ def with_batch_schedule(argv: Sequence[str]) -> list[str]:
 
 
 def unset_replaced(defaults: JobConfig, argv: Sequence[str]) -> None:
-    """Unset options of a config file whose counterpart in steps or in tokens ``argv`` sets. Changes ``defaults``."""
+    """Unset options of a config file whose counterpart in steps or in tokens ``argv`` sets, and the held-out part of
+    the default data if ``argv`` names others. Changes ``defaults``."""
     given = {word.partition("=")[0][2:].replace("-", "_") for word in argv if word.startswith("--")}
     for pair in SAME_NUMBER.items():
         for name, other in (pair, pair[::-1]):
@@ -142,6 +143,9 @@ def unset_replaced(defaults: JobConfig, argv: Sequence[str]) -> None:
                 section, _, key = other.partition(".")
                 options = getattr(defaults, section)
                 vars(options)[key] = getattr(type(options)(), key)
+    names_data = not given.isdisjoint(("data.path", "data.name", "data.type"))
+    if names_data and "data.held_out" not in given and not (defaults.data.is_set or defaults.data.sources):
+        vars(defaults.data)["held_out"] = 0.0
 
 
 def help_topic(argv: Sequence[str]) -> str | None:

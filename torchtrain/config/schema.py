@@ -489,6 +489,10 @@ class SourceConfig(Section):
     is only opened, and keeps its position for a later stage."""
     label: str = ""
     """Name of the source in the log, in metrics and plots. Empty: the name of its file, folder or dataset."""
+    held_out: Annotated[float, ("be at least 0 and less than 1", lambda value: 0 <= value < 1)] = 0.0
+    """Share of the documents that is not trained on, but validated on, without another option; [validation] has the
+    interval. Documents are chosen by their content, so that equal ones are on the same side. For text on a local disk
+    and the standard library. In a file that names no data it is of the standard library: --data.path unsets it."""
     type: str = ""
     """Type of the source: files, remote_files (those by URLs), hub, standard_library, standard_library_docs (its
     docstrings), or one that a module in job.import registers (docs/extending.md). Empty: files or remote_files if path
@@ -609,7 +613,7 @@ class ValidationConfig(SourcesConfig, name="validation"):
     """Loss on held-out data during training."""
 
     enable: bool = False
-    """Compute the loss on held-out data. With several sources, for each source and for all of them together."""
+    """Compute the loss on the data that are named here. With several sources, for each of them and for all together."""
     interval: Count = 500
     """Number of steps between validations. There is always one after the last step."""
     interval_tokens: TokenCount = ""
@@ -635,14 +639,10 @@ class ValidationConfig(SourcesConfig, name="validation"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(
-            not self.enable or bool(self.sources) or self.is_set,
-            "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]",
-        )
         require_one(self, "interval_tokens", "interval")
         require(
-            self.enable or not (self.prompts or self.tasks),
-            "validation.prompts and validation.tasks need validations: set validation.enable = true, and its data",
+            not any(source.held_out for source in self.all),
+            "held_out is an option of [data] and [[data.sources]]: the documents of [validation] are all held out",
         )
         labels = [source.title for source in self.all]
         require(
@@ -947,11 +947,21 @@ class JobConfig:
             self.faults.on_nonfinite != "rollback" or self.checkpoint.enable,
             "faults.on_nonfinite = 'rollback' needs checkpoints to load: set checkpoint.enable = true",
         )
+        validation = self.validation
         require(
-            self.validation.enable or not self.checkpoint.keep_best_k,
-            f"checkpoint.keep_best_k = {self.checkpoint.keep_best_k} keeps checkpoints by their validation loss: set "
-            "validation.enable = true",
+            not validation.enable or bool(validation.sources) or validation.is_set,
+            "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]; "
+            "data.held_out is validated on without it",
         )
+        for option, is_set in (
+            ("validation.prompts", validation.prompts),
+            ("validation.tasks", validation.tasks),
+            ("checkpoint.keep_best_k", self.checkpoint.keep_best_k),
+        ):
+            require(
+                self.validates or not is_set,
+                f"{option} needs validations: set data.held_out, or validation.enable = true and its data",
+            )
         for key, weights in (
             ("validation.weights", self.validation.weights),
             ("checkpoint.export_weights", self.checkpoint.export_weights),
@@ -997,6 +1007,11 @@ class JobConfig:
                     f"checkpoint.allow_changes names {name!r}, which is not an option; options look like "
                     "'optimizer.lr'",
                 )
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run computes a loss on held-out data."""
+        return self.validation.enable or any(source.held_out for source in self.data.all)
 
 
 def section_types() -> dict[str, Any]:

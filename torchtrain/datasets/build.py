@@ -12,6 +12,7 @@ from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import DataConfig, JobConfig
 from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.held_out import SourcePart
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
@@ -46,6 +47,8 @@ def build_dataloader(
     section: str = "data",
     drop_last: bool = True,
     count_bytes: bool = False,
+    sequential: bool = False,
+    held_out: bool = False,
     longest_seq_len: int = 0,
     cache_folder: str = "",
     cache_bytes: float = math.inf,
@@ -61,7 +64,8 @@ def build_dataloader(
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
         count_bytes: whether batches have ``label_bytes``.
-        longest_seq_len: see ``StreamRequest``; ``config`` may have a larger one.
+        held_out: whether to read the held-out parts of the sources, in place of the others.
+        sequential, longest_seq_len: see ``StreamRequest``; ``config`` may have a larger length.
         cache_folder, cache_bytes: see ``SourceContext``.
         group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
             here and in the loader. None: this rank opens the data without communication.
@@ -92,7 +96,10 @@ def build_dataloader(
     def open_all() -> list[tuple[DataSource, str]]:
         opened = []
         for source, context, answer in zip(config.all, contexts, answers, strict=True):
-            opened.append(DATA_SOURCES[source.source_type].open(source, context, answer))
+            found = DATA_SOURCES[source.source_type].open(source, context, answer)
+            if source.held_out:
+                found = SourcePart(found, source.held_out, held_out=held_out, section=context.section)
+            opened.append(found)
         return [(source, source.identity()) for source in opened]
 
     answers = on_rank0(ask_once, group) if group is not None else ask_once()
@@ -104,6 +111,7 @@ def build_dataloader(
         source.streams(
             StreamRequest(
                 *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
+                sequential=sequential,
                 longest_seq_len=max(longest_seq_len, config.longest_seq_len),
             )
         )

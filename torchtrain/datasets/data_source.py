@@ -138,6 +138,9 @@ class StreamRequest:
     seed: int
     repeat: bool
     """At its end, read the source again in another order."""
+    sequential: bool = False
+    """Whether the windows of a step follow each other in one sequence, where the source has its documents at hand, so
+    that they do not depend on the global batch size. Not if the data are repeated."""
     longest_seq_len: int = 0
     """The largest ``seq_len`` that the run is planned to have in any of its parts; 0: this one."""
 

@@ -3,9 +3,12 @@
 A window begins with the last token of the previous window, so that every token is predicted exactly once.
 """
 
+import bisect
 import copy
+import functools
 import itertools
 from abc import abstractmethod
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -121,6 +124,11 @@ class DocumentSource(TextSource):
 
     def describe(self, seed: int, part: int, number: int) -> Place:  # noqa: ARG002
         return Place(self.name, f"document {part}")
+
+    def streams(self, request: StreamRequest) -> list[Stream]:
+        if request.sequential and not request.repeat:
+            return [SequentialTextStream(self, request)] * len(request.rows)
+        return super().streams(request)
 
     def read_all(self, numbers: range) -> Iterator[str | None]:
         """The documents of ``numbers``; override it if there is a faster way than one by one."""
@@ -343,3 +351,54 @@ class PackedTextStream(Stream):
                 (self._number, self._document, token, self._step, self._end), *later = self._later
                 self._later = tuple(later)
                 self._token = token + (token > 0)  # it was the last label of a window
+
+
+class SequentialTextStream(Stream):
+    """Windows of all documents one after the other, in a random order, each packed as by ``PackedTextStream``.
+
+    A window depends only on the number of windows drawn before it: so all rows share one stream, and its state is
+    empty. Each rank reads all documents up to the last window that it needs, and keeps their lengths: when the data are
+    read again, as in each validation, it reads only the documents of its own windows.
+    """
+
+    def __init__(self, source: DocumentSource, request: StreamRequest) -> None:
+        self.state: State = ()
+        self._source = source
+        self._tokenizer = request.tokenizer
+        self._token_bytes = np.array(request.tokenizer.token_bytes)
+        self._seq_len = request.seq_len
+        self._order = permute(np.arange(source.parts), source.parts, stream_seed(request.seed))
+        self._ends = array("q")  # the number of tokens up to the end of each document, as far as they have been read
+        self._document = functools.lru_cache(16)(self._read)
+
+    def fill(
+        self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
+    ) -> list[int]:
+        starts = [drawn * self._seq_len for drawn in windows_drawn]
+        return [
+            self._fill(window, start, sizes[number] if sizes else None)
+            for number, (window, start) in enumerate(zip(windows, starts, strict=True))
+        ]
+
+    def _fill(self, window: Tokens, start: int, sizes: Bytes | None) -> int:
+        filled, place = 0, bisect.bisect_right(self._ends, start)
+        while filled < len(window) and place < len(self._order):
+            tokens, size = self._document(place)
+            if place == len(self._ends):
+                self._ends.append((self._ends[-1] if place else 0) + len(tokens))
+            offset = start + filled - (self._ends[place - 1] if place else 0)
+            taken = tokens[offset : offset + len(window) - filled]
+            window[filled : filled + len(taken)] = taken
+            if sizes is not None and len(taken):
+                shares = byte_shares(tokens, self._token_bytes, size)
+                sizes[filled : filled + len(taken)] = shares[offset : offset + len(taken)]
+            filled, place = filled + len(taken), place + 1
+        return filled
+
+    def _read(self, place: int) -> tuple[Tokens, int]:
+        """Tokens of the document at a place of the order, and the number of bytes of its text."""
+        text = self._source.document(int(self._order[place]))
+        if text is None and place == len(self._ends):
+            self._source.count_skipped()
+        tokens = self._tokenizer.encode(text, bos=True, eos=True) if text else []
+        return np.array(tokens, dtype=np.int64), text_bytes(text or "")

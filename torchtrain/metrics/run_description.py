@@ -170,10 +170,11 @@ def _devices(device: torch.device, layout: dict[str, int]) -> str:
 
 def _validation(config: JobConfig) -> str:
     options = config.validation
-    if not options.enable:
-        return "off (validation.enable)"
-    labels = ", ".join(source.title or source.source_type for source in options.all)
-    return f"{labels}, every {options.interval:,} steps and at the end"
+    if not config.validates:
+        return "off (data.held_out, validation.enable)"
+    labels = [source.title or source.source_type for source in options.all if options.enable]
+    labels += [f"{s.held_out:.2%} of {s.title or s.source_type}" for s in config.data.all if s.held_out]
+    return f"{', '.join(labels)}, every {options.interval:,} steps and at the end"
 
 
 def _optimizer(config: JobConfig) -> str:

@@ -67,7 +67,7 @@ class ValidationContext:
 class ValidationPartFactory(Protocol):
     """Builds a part of validation if the config asks for it; registered in ``config.registry.VALIDATION_PARTS``.
 
-    It is asked only with ``validation.enable``.
+    It is asked only if the run validates.
     """
 
     @staticmethod
@@ -91,7 +91,7 @@ def check_validation_parts(config: JobConfig, tokenizer: Tokenizer) -> None:
 
 def check_data_of_validation_parts(config: JobConfig) -> None:
     """Raise ConfigError if data of a part of validation cannot be loaded."""
-    for name in VALIDATION_PARTS if config.validation.enable else ():
+    for name in VALIDATION_PARTS if config.validates else ():
         VALIDATION_PARTS[name].check_data(config)
 
 

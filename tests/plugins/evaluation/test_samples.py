@@ -207,8 +207,8 @@ def test_run_reports_samples_and_is_not_changed_by_them(tmp_path: Path) -> None:
 
 
 def test_prompts_that_cannot_be_continued_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"validation.prompts and .* set validation.enable = true"):
-        ValidationConfig(prompts=("a",))
+    with pytest.raises(ConfigError, match=r"validation.prompts needs validations: .* validation.enable = true"):
+        JobConfig(validation=ValidationConfig(prompts=("a",)))
     config = config_with_prompts({}, 1.0)
     long = replace(config, validation=replace(config.validation, prompts=("abc", "a" * 9)))
     message = r"validation.prompts\[1\] has 10 tokens, which with validation.prompt_max_new_tokens = 9 .*seq_len = 16"

@@ -48,6 +48,8 @@ def run(config: JobConfig) -> int:
     options = section_of(config, PrepareConfig)
     if not options.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
+    if any(source.held_out for source in config.data.all):
+        raise ConfigError("data.held_out is for text that is read in training: prepare held-out data by themselves")
     output = options.output.rstrip("/") or "/"
     several = config.data.sources
     folders = [f"{output}/{number}" for number in range(len(several))] if several else [output]

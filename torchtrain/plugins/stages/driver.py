@@ -351,7 +351,7 @@ def _stage_to_begin(stages: Sequence[JobConfig]) -> int:
     number = stage_of_step(stages, step)
     metrics = Path(stages[0].job.dump_folder) / "metrics.jsonl"
     ended = number and stages[number - 1].training.steps == step
-    if ended and stages[number - 1].validation.enable and not has_validation(metrics, step):
+    if ended and stages[number - 1].validates and not has_validation(metrics, step):
         return number - 1  # the run was stopped between the last save of the stage and its validation
     return number
 
