@@ -8,6 +8,7 @@ TorchtrainError             exit code
 │   ├── DamagedError    2       its files are not as they were written; a resuming run takes an older checkpoint
 │   └── SupersededError 2       a newer start of the run saves checkpoints in the same folder
 ├── FaultError          2   a run that cannot continue, such as one whose loss is not finite
+├── HardwareError      70   a rank that computes wrong
 ├── StorageError       74   a file system or a network that does not answer; the same command may succeed later
 └── StoppedError       75   a request to stop, and an operation that exceeded the grace period
 
@@ -50,6 +51,12 @@ class SupersededError(CheckpointError):
 
 class FaultError(TorchtrainError):
     """A run that cannot continue, for example after too many bad steps (``faults.max_bad_steps``)."""
+
+
+class HardwareError(TorchtrainError):
+    """A rank that computes wrong. The message names its host and device; the run must not continue there."""
+
+    exit_code = 70  # sysexits.h: EX_SOFTWARE, an internal error
 
 
 class StorageError(TorchtrainError):

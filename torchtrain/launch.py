@@ -20,7 +20,7 @@ from torchtrain.cli import command, run_and_exit
 from torchtrain.logging import logger
 
 # Exit codes with which all ranks exit at about the same time: errors that all ranks raise, and stops (docs/faults.md).
-SHARED_ENDINGS = (2, 74, 75)
+SHARED_ENDINGS = (2, 70, 74, 75)
 SHARED_ENDING_SECONDS = 5
 # A torchrun whose ranks have exited and that cannot reach the rendezvous node waits for it indefinitely. It is ended
 # after this time, in which the first rank on another node can finish its last work.

@@ -218,7 +218,11 @@ not ask for one."""
 
 CONFIG_SECTIONS = Registry(
     "the name of a section",
-    of_plugins={"estimate": "torchtrain.plugins.planner", "prepare": "torchtrain.plugins.prepared_data"},
+    of_plugins={
+        "estimate": "torchtrain.plugins.planner",
+        "prepare": "torchtrain.plugins.prepared_data",
+        "recheck": "torchtrain.plugins.recheck",
+    },
 )
 """Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
 

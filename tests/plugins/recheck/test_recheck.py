@@ -1,0 +1,354 @@
+"""The plugin recheck names a rank that computes wrong, changes nothing, and is seen by no other hook."""
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from forked_run import ForkedRun, finish, patched_loss, read_metrics, same_tensors, saved_tensors
+from gloo_pool import GlooPool
+from parity import TINY, Curve, config_of, train
+from recheck_faults import BAD_RANK, Outcome, Planter, Replay
+from torch import Tensor
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.errors import ConfigError, HardwareError
+from torchtrain.metrics.step_hook import StepHook
+from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
+from torchtrain.plugins.diagnostics.norms import NormsByLayer
+from torchtrain.plugins.recheck.hashes import CHUNK, TensorHash
+from torchtrain.plugins.recheck.options import RecheckConfig
+from torchtrain.plugins.recheck.recheck import Device, Recheck, check_same_kind, members_of_batch_ranks
+from torchtrain.plugins.recheck.vote import Verdict, contradictions, majority, vote
+from torchtrain.trainer import TrainStep
+
+SHAPE = replace(TINY, n_layers=2)
+HIGH_BITS = range(20, 30)  # of the mantissa and the exponent of a float32
+EACH_STEP = RecheckConfig(interval=1)
+Report = list[tuple[int, dict[str, Any]]]
+
+
+def rows(count: int) -> Callable[[int, int, int], Tensor]:
+    """A global batch of ``count`` rows, for ``train``."""
+    return partial(batch_of, count)
+
+
+def batch_of(count: int, step: int, vocab_size: int, seq_len: int) -> Tensor:
+    return torch.randint(0, vocab_size, (count, seq_len + 1), generator=torch.Generator().manual_seed(step))
+
+
+def attach(train_step: TrainStep, kind: type[Recheck] = Recheck, options: RecheckConfig = EACH_STEP) -> Recheck:
+    """Add a recheck to ``train_step``, as the plugin does."""
+    world = dist.group.WORLD
+    assert world is not None
+    hook = kind(options, train_step, world, lambda *_: None)
+    train_step.hooks.all.insert(0, hook)
+    return hook
+
+
+# A run is the same with a recheck in each step, and all hooks see the same.
+
+
+class Counter(StepHook):
+    def __init__(self) -> None:
+        self.microbatches: list[int] = []
+
+    def before_microbatch(self, index: int) -> None:
+        self.microbatches.append(index)
+
+
+def observed_run(config: JobConfig, count: int, with_recheck: bool) -> tuple[Curve, Any, Any]:
+    """Train with norms by layer, losses by source and a hook that counts; returns what they have seen, and the steps
+    with findings and the number of checks."""
+    seen: list[Any] = []
+    hooks: list[Recheck] = []
+    counter = Counter()
+
+    def add(train_step: TrainStep) -> None:
+        model = train_step.model
+        norms = NormsByLayer(model, 1, lambda step, found: seen.append((step, found)))
+        losses = LossBySource(["a", "b", "c"], model.loss, model.mesh.loss.get_group(), model.device)
+        train_step.hooks.all += [norms, losses, counter]
+        if with_recheck:
+            hooks.append(attach(train_step))
+        seen.append(losses)
+
+    curve = train(config, SHAPE, batch=rows(count), attach=add)
+    seen[0] = seen[0].metrics()
+    checks = [(hook.found_in, hook.checks) for hook in hooks]
+    return curve, (seen, counter.microbatches), checks
+
+
+EXACT = {"training": {"sums": "exact"}}
+UNCHANGED = [
+    pytest.param(3, 12, EXACT, id="exact sums, three ranks"),
+    pytest.param(2, 8, {"training": {"mixed_precision_param": "bfloat16"}}, id="fast sums, bfloat16"),
+    pytest.param(4, 16, {"parallelism": {"data_parallel_replicate_degree": 2}}, id="fast sums, HSDP"),
+    pytest.param(4, 16, {**EXACT, "parallelism": {"data_parallel_replicate_degree": 2}}, id="exact sums, HSDP"),
+    pytest.param(4, 8, {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}, id="tensor", marks=pytest.mark.slow),
+    pytest.param(4, 8, {"parallelism": {"context_parallel_degree": 2}}, id="context", marks=pytest.mark.slow),
+    pytest.param(4, 8, {"parallelism": {"pipeline_parallel_degree": 2}}, id="pipeline", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ranks", "count", "changes"), UNCHANGED)
+def test_run_with_recheck_is_bitwise_identical_and_hooks_see_the_same(
+    gloo: GlooPool, ranks: int, count: int, changes: dict[str, dict[str, Any]]
+) -> None:
+    config = config_of(**changes)
+    plain = gloo.run(ranks, observed_run, config, count, False)
+    checked = gloo.run(ranks, observed_run, config, count, True)
+    for (curve, seen, _), (reference, expected, _) in zip(checked, plain, strict=True):
+        assert curve.losses == reference.losses
+        assert curve.grad_norms == reference.grad_norms
+        assert same_tensors(curve.last, reference.last)
+        assert same_tensors(curve.moments, reference.moments)
+        assert seen == expected
+    assert [checks for _, _, checks in checked] == [[([], 3)]] * ranks  # steps of ``train``
+
+
+# Planted flips. scripts/faults/recheck_faults.py makes the table of docs/recheck.md with the same faults.
+
+
+def planted_run(
+    config: JobConfig, count: int, kind: str, repeats: bool, steps: int, hook: type[Recheck] = Recheck
+) -> list[Outcome]:
+    planters: list[Planter] = []
+
+    def add(train_step: TrainStep) -> None:
+        planters.append(Planter(train_step, attach(train_step, hook), kind, repeats, seed=1, bits=HIGH_BITS))
+        context = planters[0].attached()
+        contexts.append(context)
+        context.__enter__()
+
+    contexts: list[AbstractContextManager[None]] = []
+    train(config, SHAPE, steps, batch=rows(count), attach=add)
+    contexts[0].__exit__(None, None, None)
+    return planters[0].outcomes
+
+
+HSDP = {**EXACT, "parallelism": {"data_parallel_replicate_degree": 2}}
+TENSOR = {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}
+BOTH = [0, 1]
+PLANTED = [
+    # ranks, rows, config, kind, repeats, named ranks, suspected ranks
+    pytest.param(3, 12, EXACT, "forward", False, [1], [], id="forward"),
+    pytest.param(3, 12, EXACT, "backward", True, [1], [], id="backward, repeats"),
+    pytest.param(2, 8, {}, "backward", False, [1], [], id="two ranks, fast sums"),
+    pytest.param(2, 8, EXACT, "backward", True, [], BOTH, id="two ranks, repeats"),
+    pytest.param(4, 16, HSDP, "received weights", False, [1], [], id="HSDP, received weights"),
+    pytest.param(4, 16, HSDP, "weight", False, [], [1, 3], id="HSDP, weight"),
+    pytest.param(
+        3,
+        12,
+        {"parallelism": {"data_parallel_replicate_degree": 3}},
+        "optimizer state",
+        False,
+        [1],
+        [],
+        id="three replicas, optimizer state",
+    ),
+    pytest.param(4, 8, TENSOR, "backward", False, BOTH, [], id="tensor", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ranks", "count", "changes", "kind", "repeats", "named", "suspected"), PLANTED)
+def test_planted_flips_name_the_right_rank(
+    gloo: GlooPool,
+    ranks: int,
+    count: int,
+    changes: dict[str, dict[str, Any]],
+    kind: str,
+    repeats: bool,
+    named: list[int],
+    suspected: list[int],
+) -> None:
+    for outcomes in gloo.run(ranks, planted_run, config_of(**changes), count, kind, repeats, 6):
+        effective = [outcome for outcome in outcomes if outcome.changed]
+        assert effective  # the others have changed no bit of a gradient
+        assert {(tuple(o.named), tuple(o.suspected)) for o in effective} == {(tuple(named), tuple(suspected))}
+        assert not any(o.named or o.suspected for o in outcomes if not o.changed)
+
+
+def test_replay_on_the_same_rank_does_not_see_a_fault_that_repeats(gloo: GlooPool) -> None:
+    for repeats in (False, True):
+        for outcomes in gloo.run(3, planted_run, config_of(**EXACT), 12, "backward", repeats, 4, Replay):
+            if repeats:
+                assert not any(outcome.named for outcome in outcomes)
+            else:
+                assert any(outcome.changed for outcome in outcomes)
+                assert all(outcome.named == [BAD_RANK] * outcome.changed for outcome in outcomes)
+
+
+# The run as a whole.
+
+
+def wrong_from_step(first: int) -> AbstractContextManager[None]:
+    """On rank 1, scale the loss of the block's last step and later: a fault that repeats. With one microbatch per rank
+    and a check in each step, step ``n`` computes the losses 2n - 1 and 2n."""
+
+    def change(call: int, losses: Tensor) -> Tensor:
+        return losses * (1 + 2.0**-20) if call >= 2 * first - 1 else losses
+
+    wrong: AbstractContextManager[None] = patched_loss(change)
+    return wrong if os.environ["RANK"] == str(BAD_RANK) else nullcontext()
+
+
+RANKS = 3
+OPTIONS = ("--training.global_batch_size", "3", "--recheck.interval", "1")
+
+
+def without_times(folder: Path) -> list[tuple[Any, ...]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(folder) if "loss" in line]
+
+
+def test_stop_ends_all_ranks_before_the_update_and_the_next_start_continues(tmp_path: Path) -> None:
+    run = ForkedRun(
+        tmp_path, *OPTIONS, "--recheck.on_wrong_rank", "stop", ranks=RANKS, hook=partial(wrong_from_step, 4)
+    )
+    assert run.wait() == [HardwareError.exit_code] * RANKS, run.output()
+    errors = [line for line in run.output().splitlines() if "error: " in line]
+    assert len(errors) == 1
+    assert "step 4: rank 1 on " in errors[0]
+    assert "computes wrong; found in the gradient of norm and output" in errors[0]
+    assert "The last check that found nothing: step 3" in errors[0]
+    (event,) = (line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank")
+    assert (event["step"], event["named"], event["ranks"]) == (4, True, [1])
+    assert sorted(path.name for path in tmp_path.glob("checkpoint/step-*")) == ["step-2"]
+    # Without the fault, it ends like a run that never had one, and was never checked.
+    output = finish(tmp_path, *OPTIONS, ranks=RANKS)
+    assert "no wrong rank" in output
+    finish(tmp_path / "plain", *OPTIONS[:2], ranks=RANKS)
+    assert without_times(tmp_path)[-4:] == without_times(tmp_path / "plain")[-4:]
+    assert same_tensors(saved_tensors(tmp_path, 8), saved_tensors(tmp_path / "plain", 8))
+
+
+def test_warn_records_each_finding_and_continues(tmp_path: Path) -> None:
+    output = finish(tmp_path, *OPTIONS, "--training.steps", "4", ranks=RANKS, hook=partial(wrong_from_step, 3))
+    events = [line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank"]
+    assert [(event["step"], event["ranks"]) for event in events] == [(3, [1]), (4, [1])]
+    assert output.count("computes wrong; found in") == 2
+    assert "4 checks: different bits in steps 3, 4" in output
+
+
+# What is rejected.
+
+REJECTED = [
+    (ParallelDims(tensor=2), {}, "needs at least two data-parallel ranks"),
+    (ParallelDims(shard=2), {"parallelism": {"fsdp_gradient_accumulation": "unsharded"}}, "= 'sharded'"),
+    (
+        ParallelDims(shard=2, pipeline=2),
+        {"parallelism": {"pipeline_parallel_schedule": "ZBVZeroBubble"}},
+        "take '1F1B', or set interval = 0",
+    ),
+]
+
+
+@pytest.mark.parametrize(("degrees", "changes", "message"), REJECTED)
+def test_layouts_without_comparable_gradients_are_rejected(
+    degrees: ParallelDims, changes: dict[str, dict[str, Any]], message: str
+) -> None:
+    config = config_of(**changes)
+    with pytest.raises(ConfigError, match=message):
+        EACH_STEP.check_layout(config, torch.device("cpu"), degrees)
+    RecheckConfig().check_layout(config, torch.device("cpu"), degrees)
+
+
+def test_gpus_need_deterministic_kernels() -> None:
+    with pytest.raises(ConfigError, match=r"set training.deterministic = true"):
+        EACH_STEP.check_layout(config_of(), torch.device("cuda"), ParallelDims(shard=2))
+    EACH_STEP.check_layout(config_of(training={"deterministic": True}), torch.device("cuda"), ParallelDims(shard=2))
+
+
+def test_rejected_before_any_work(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, "--recheck.interval", "1", ranks=1)
+    assert run.wait() == [2]
+    assert "recheck.interval = 1 compares" in run.output()
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_devices_of_several_kinds_are_rejected() -> None:
+    devices = [Device("a", "cuda:0", "H100, torch 2"), Device("b", "cuda:0", "H200, torch 2")]
+    with pytest.raises(ConfigError, match="rank 0 on a has H100, torch 2, rank 1 on b has H200, torch 2"):
+        check_same_kind(devices)
+    check_same_kind(devices[:1] * 2)
+
+
+# Hashes and votes.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+def test_hash_depends_on_each_bit_and_its_place(dtype: torch.dtype) -> None:
+    hash_of = TensorHash(torch.device("cpu"))
+    size = CHUNK["cpu"] * 9 // 4 + 1  # several chunks, and an odd number of elements
+    tensor = torch.randint(0, 2**8, (size,), generator=torch.Generator().manual_seed(1)).to(dtype)
+    original = int(hash_of(tensor))
+    assert int(hash_of(tensor.clone())) == original
+    bits = tensor.view(torch.uint8)
+    found = {original}
+    places = [0, 1, len(bits) // 2, len(bits) - 1]
+    for place in places:
+        for bit in range(8):
+            bits[place] ^= 1 << bit
+            found.add(int(hash_of(tensor)))
+            bits[place] ^= 1 << bit
+    assert len(found) == 1 + 8 * len(places)
+    signs = tensor.clone()
+    signs[[3, 5]] *= -1  # the same change of two words
+    assert (int(hash_of(signs)) == original) == (dtype == torch.uint8 and bool((signs == tensor).all()))
+    assert int(hash_of(tensor.flip(0))) != original
+    assert int(hash_of(tensor[:0])) == 0
+
+
+@pytest.mark.parametrize("ranks", range(3, 7))
+def test_vote_names_the_only_wrong_rank_whatever_it_computes(ranks: int) -> None:
+    for bad in range(ranks):
+        for case in range(8):
+            # Bit i of the case: whether the i-th computation of the bad rank is wrong; wrong values differ or not.
+            for values in ("xyz", "xxx"):
+                own = [f"microbatch {rank}" for rank in range(ranks)]
+                repeated = [f"microbatch {(rank - 1) % ranks}" for rank in range(ranks)]
+                third = [f"microbatch {(rank - 2) % ranks}" for rank in range(ranks)]
+                for i, of in enumerate((own, repeated, third)):
+                    if case >> i & 1:
+                        of[bad] = values[i]
+                wrong = {bad} if case & 3 else set()
+                assert vote(own, repeated, third) == Verdict(wrong), (bad, case, values)
+
+
+def test_two_ranks_name_only_the_one_that_contradicts_itself() -> None:
+    right = (["a", "b"], ["b", "a"])  # own microbatches; that of the other rank
+    assert not contradictions(*right, again=[("a", "b"), ("b", "a")])
+    wrong_once = (["x", "b"], ["b", "a"])
+    assert contradictions(*wrong_once, again=[("a", "b"), ("b", "a")]) == Verdict({0})
+    assert contradictions(*wrong_once, again=[("x", "b"), ("b", "a")]) == Verdict(set(), {0, 1})
+    assert contradictions(["a", "b"], ["b", "x"], again=[("a", "b"), ("b", "a")]) == Verdict({1})
+
+
+def test_majority_of_replicas() -> None:
+    assert not majority("aabb", [(0, 1), (2, 3)])
+    assert majority("axa", [(0, 1, 2)]) == Verdict({1})
+    assert majority("abax", [(0, 2), (1, 3)]) == Verdict(set(), {1, 3})
+    assert majority("abc", [(0, 1, 2)]) == Verdict(set(), {0, 1, 2})
+
+
+def test_ranks_that_share_weights_are_not_all_named() -> None:
+    verdict = Verdict({0, 1, 3})
+    verdict.doubt([(0, 1), (2, 3)])
+    assert verdict == Verdict({3}, {0, 1})
+    alone = Verdict({0})
+    alone.doubt([(0,), (1,)])
+    assert alone == Verdict({0})
+
+
+def test_members_of_a_data_parallel_rank() -> None:
+    assert members_of_batch_ranks(ParallelDims(shard=2, tensor=2)) == [[0, 1], [2, 3]]
+    degrees = ParallelDims(pipeline=2, replicate=2, context=2)
+    assert members_of_batch_ranks(degrees) == [[0, 1, 4, 5], [2, 3, 6, 7]]
