@@ -67,7 +67,7 @@ class Outcome:
     """A step with a planted flip, on one rank."""
 
     changed: bool
-    """Whether a gradient that this rank computed has other bytes than on the other rank."""
+    """Whether two ranks that should have the same gradient have other bytes."""
     named: list[int] = field(default_factory=list)
     suspected: list[int] = field(default_factory=list)
 
@@ -193,16 +193,25 @@ class Planter(StepHook):
     def report(self, step: int, event: str, values: dict[str, Any]) -> None:  # noqa: ARG002
         self.events.append(values)
 
+    def after_gradients(self) -> None:
+        gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
+        self.gradient = [xxhash.xxh3_128_hexdigest(gradient.view(torch.uint8).numpy()) for gradient in gradients]
+
     @torch.no_grad()
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, (self.bytes[self.own_call], self.bytes[0]))
+        dist.all_gather_object(everywhere, (self.bytes[self.own_call], self.bytes[0], self.gradient))
         ranks, distance = self.recheck.members, 0 if isinstance(self.recheck, Replay) else 1
-        changed = self.kind not in COMPUTED or any(
-            everywhere[own][0] != everywhere[other][1]
-            for i, members in enumerate(ranks)
-            for own, other in zip(members, ranks[(i + distance) % len(ranks)], strict=True)
-        )
+        changed = True
+        if self.kind in COMPUTED:
+            changed = any(
+                everywhere[own][0] != everywhere[other][1]
+                for i, members in enumerate(ranks)
+                for own, other in zip(members, ranks[(i + distance) % len(ranks)], strict=True)
+            )
+        elif self.kind == "received sum":
+            of_replicas = [[everywhere[ranks[i][0]][2] for i in group] for group in self.recheck.replicas]
+            changed = any(gradient != group[0] for group in of_replicas for gradient in group)
         outcome = Outcome(changed)
         for event in self.events:
             (outcome.named if event["named"] else outcome.suspected).extend(event["ranks"])
@@ -253,9 +262,9 @@ HEAD = [
     "layout",
     "fault",
     "flips",
-    "that changed bits",
+    "changed bits",
     "rank named",
-    "among the suspects",
+    "among suspects",
     "wrong rank named",
     "replay",
 ]
