@@ -90,7 +90,7 @@ def test_jobset_has_the_same_pods() -> None:
 def test_exit_codes_decide_about_a_restart(name: str) -> None:
     job = job_of(name)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    expected = {2: "FailJob", 74: "Count", 75: "Ignore"}
+    expected = {2: "FailJob", 70: "FailJob", 74: "Count", 75: "Ignore"}
     assert {kind.exit_code for kind in kinds} == expected.keys()
     assert {code: action_for(job, code) for code in expected} == expected
     assert action_for(job, 143) == "Ignore"  # of the launcher, after SIGTERM

@@ -21,7 +21,7 @@ from forkserver import free_port
 from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.distributed.process_group import world_size
 from torchtrain.environment import require_one_process
-from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
+from torchtrain.errors import ConfigError, HardwareError, StoppedError, StorageError, TorchtrainError
 from torchtrain.launch import REPORT_WAITING_SECONDS, SHARED_ENDINGS
 
 ROOT = Path(__file__).parent.parent
@@ -191,7 +191,7 @@ def test_error_before_process_group_initialization_is_printed_once(
 
 
 def test_shared_exit_codes_are_those_of_the_trainer() -> None:
-    assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code}
+    assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code, HardwareError.exit_code}
 
 
 @pytest.mark.parametrize("ranks", ["0", "two"])

@@ -261,10 +261,19 @@ def test_layouts_without_comparable_gradients_are_rejected(
     RecheckConfig().check_layout(config, torch.device("cpu"), degrees)
 
 
-def test_gpus_need_deterministic_kernels() -> None:
+def test_gpus_need_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = partial(EACH_STEP.check_layout, device=torch.device("cuda"), degrees=ParallelDims(shard=2))
     with pytest.raises(ConfigError, match=r"set training.deterministic = true"):
-        EACH_STEP.check_layout(config_of(), torch.device("cuda"), ParallelDims(shard=2))
-    EACH_STEP.check_layout(config_of(training={"deterministic": True}), torch.device("cuda"), ParallelDims(shard=2))
+        check(config_of())
+    deterministic = {"training": {"deterministic": True}}
+    check(config_of(**deterministic))
+    for compiled in ({"compile": {"enable": True}}, {"data": {"document_mask": True}}):
+        config = config_of(**deterministic, **compiled)
+        monkeypatch.delenv("TORCHINDUCTOR_DETERMINISTIC", raising=False)
+        with pytest.raises(ConfigError, match=r"set TORCHINDUCTOR_DETERMINISTIC=1"):
+            check(config)
+        monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
+        check(config)
 
 
 def test_rejected_before_any_work(tmp_path: Path) -> None:

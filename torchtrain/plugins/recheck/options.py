@@ -1,5 +1,6 @@
 """The section [recheck]."""
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -48,4 +49,10 @@ class RecheckConfig(Section, name="recheck"):
             raise ConfigError(
                 f"{given}, which on GPUs are only the same with deterministic kernels: set training.deterministic = "
                 "true, or interval = 0"
+            )
+        has_compiled_kernels = config.compile.enable or config.data.document_mask  # flex_attention
+        if device.type == "cuda" and has_compiled_kernels and os.environ.get("TORCHINDUCTOR_DETERMINISTIC") != "1":
+            raise ConfigError(
+                f"{given}, and autotuning may choose another compiled kernel on each of them (compile.enable, "
+                "data.document_mask): set TORCHINDUCTOR_DETERMINISTIC=1 in the environment, or interval = 0"
             )
