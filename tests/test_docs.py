@@ -126,8 +126,9 @@ LISTED = {
     ),
     'python -m torchtrain.generate my_qwen3 --prompt "def main("': FROM_HF,
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
-    "NGPU=3 ./run_llama_train.sh --recheck.interval 10 --job.dump_folder outputs/checked": "test_recheck.py runs smaller "
-    "models",
+    "NGPU=3 ./run_llama_train.sh --recheck.interval 10 --job.dump_folder outputs/checked": (
+        "test_recheck.py has smaller models"
+    ),
     "python scripts/faults/recheck_faults.py --steps 30": "takes ten minutes; test_recheck.py has a short version",
     "python scripts/faults/recheck_faults.py --clean 1000 --layouts '3 ranks' 'HSDP 2 x 2'": "takes minutes",
     "python scripts/faults/recheck_faults.py --cost 60": "takes minutes",

@@ -191,7 +191,8 @@ def test_error_before_process_group_initialization_is_printed_once(
 
 
 def test_shared_exit_codes_are_those_of_the_trainer() -> None:
-    assert set(SHARED_ENDINGS) == {TorchtrainError.exit_code, StorageError.exit_code, StoppedError.exit_code, HardwareError.exit_code}
+    kinds = (TorchtrainError, HardwareError, StorageError, StoppedError)
+    assert set(SHARED_ENDINGS) == {kind.exit_code for kind in kinds}
 
 
 @pytest.mark.parametrize("ranks", ["0", "two"])

@@ -602,6 +602,8 @@ def validate(
     if initial and not (config.checkpoint.enable and own.steps()):  # a resumed run does not read it
         find_weights(initial)
     check_layout(config, device, dims, model)
+    for section in config.plugins.values():
+        section.check(config, device, dims)
     if not config.training.enable_cpu_offload:
         check_memory(config, dims, model, *memory_of(device))
     check_optimizer(config.optimizer, parameter_shapes(model), model)

@@ -127,11 +127,9 @@ class Section:
     def __post_init__(self) -> None:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
-    def check_layout(self, config: "JobConfig", device: Any, degrees: Any) -> None:
-        """Of a plugin: raise ConfigError if the other options, the device or the layout do not support this section.
-
-        ``config`` is resolved. ``device``: a ``torch.device``; ``degrees``: the ``ParallelDims``.
-        """
+    def check(self, config: "JobConfig", device: Any, degrees: Any) -> None:
+        """Of a plugin: raise ConfigError if a run cannot have these options, given the other ones of ``config``, which
+        is resolved, the ``torch.device``, and the ``ParallelDims``."""
 
 
 AnySection = TypeVar("AnySection", bound=Section)

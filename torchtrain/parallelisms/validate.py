@@ -52,8 +52,6 @@ def check_layout(
         conversion.check(config, degrees, model, tokens, capability)
     if config.activation_checkpoint.mode == "memory_budget":
         _check_memory_budget(config, device, degrees, has_grouped_queries=model.n_kv_heads < model.n_heads)
-    for section in config.plugins.values():
-        section.check_layout(config, device, degrees)
 
 
 def check_memory(config: JobConfig, degrees: ParallelDims, model: DecoderConfig, memory_bytes: int, ranks: int) -> None:
