@@ -39,7 +39,7 @@ from torchtrain.plugins.recheck.vote import Verdict
 from torchtrain.trainer import Trainer, TrainStep
 
 COMPUTED = ("forward", "backward", "received weights")  # faults that change the gradient of one microbatch
-STORED = ("weight", "optimizer state")
+STORED = ("weight", "optimizer state", "weight during the step")
 RECEIVED = ("received gradient", "received sum")
 BAD_RANK = 1
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -98,6 +98,7 @@ class Planter(StepHook):
         recheck.report = self.report
         self.is_bad = dist.get_rank() == BAD_RANK
         self.parameters = [p for part in train_step.model.model_parts for p in part.parameters()]
+        self.target: Any = self.parameters[len(self.parameters) // 2]  # of faults in memory
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -152,14 +153,16 @@ class Planter(StepHook):
         self.element, self.bit = self.random.randrange(1 << 20), self.random.choice(self.bits)
         self.call, self.first_call, self.struck, self.in_own = -1, 1, False, self.random.random() < 0.5
         self.bytes, self.events = [], []
-        target: Any = self.parameters[len(self.parameters) // 2]
-        if self.kind == "weight":
-            self.strike(self.kind, local(target))
-        elif self.kind == "optimizer state":
-            self.strike(self.kind, local(self.train_step.optimizer.optimizers[0].state_of(target)["exp_avg"]))
+        self.strike("weight", local(self.target))
+        states = self.train_step.optimizer.optimizers[0].state_of(self.target)
+        self.strike("optimizer state", local(states["exp_avg"]))
 
     def before_forward_backward(self, batch: Batch) -> None:  # noqa: ARG002
         self.first_call = self.call + 1  # exact sums may have asked to compute the step again
+
+    def before_microbatch(self, index: int) -> None:
+        if index == self.recheck.checked:  # after that of the rank before was repeated
+            self.strike("weight during the step", local(self.target))
 
     def before_module(self, module: Any, args: Any) -> None:  # noqa: ARG002
         self.call += 1

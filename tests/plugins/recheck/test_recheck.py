@@ -145,6 +145,7 @@ PLANTED = [
     pytest.param(2, 8, EXACT, "backward", True, [], BOTH, id="two ranks, repeats"),
     pytest.param(4, 16, HSDP, "received weights", False, [1], [], id="HSDP, received weights"),
     pytest.param(4, 16, HSDP, "weight", False, [], [1, 3], id="HSDP, weight"),
+    pytest.param(3, 12, {}, "weight during the step", False, [], [0, 1, 2], id="a weight that all gather"),
     pytest.param(
         3,
         12,
@@ -177,6 +178,31 @@ def test_planted_flips_name_the_right_rank(
         assert not any(o.named or o.suspected for o in outcomes if not o.changed)
 
 
+def stopped_run(config: JobConfig, count: int) -> tuple[str, bool]:
+    """The message of the error that ends a run with a fault, and whether the weights are those before the step."""
+    planters: list[Planter] = []
+
+    def add(train_step: TrainStep) -> None:
+        hook = attach(train_step, options=RecheckConfig(interval=1, on_wrong_rank="stop"))
+        planters.append(Planter(train_step, hook, "backward", repeats=True, bits=HIGH_BITS))
+        contexts.append(planters[0].attached())
+        contexts[0].__enter__()
+
+    contexts: list[AbstractContextManager[None]] = []
+    with pytest.raises(HardwareError) as error:
+        train(config, SHAPE, 3, batch=rows(count), attach=add)
+    contexts[0].__exit__(None, None, None)
+    unchanged = zip(planters[0].states(), planters[0].saved, strict=True)
+    return str(error.value), all(torch.equal(tensor, saved) for tensor, saved in unchanged)
+
+
+def test_stop_raises_the_same_error_on_all_ranks_before_the_update(gloo: GlooPool) -> None:
+    (first, unchanged), *others = gloo.run(3, stopped_run, config_of(**EXACT), 12)
+    assert first.startswith("step 1: rank 1 on ")
+    assert unchanged
+    assert others == [(first, True)] * 2
+
+
 def test_replay_on_the_same_rank_does_not_see_a_fault_that_repeats(gloo: GlooPool) -> None:
     for repeats in (False, True):
         for outcomes in gloo.run(3, planted_run, config_of(**EXACT), 12, "backward", repeats, 4, Replay):
@@ -202,11 +228,15 @@ def wrong_from_step(first: int) -> AbstractContextManager[None]:
 
 
 RANKS = 3
-OPTIONS = ("--training.global_batch_size", "3", "--recheck.interval", "1")
+PLAIN = ("--training.global_batch_size", "3", "--metrics.norms_freq", "1", "--metrics.enable_loss_by_source")
+OPTIONS = (*PLAIN, "--recheck.interval", "1")
 
 
-def without_times(folder: Path) -> list[tuple[Any, ...]]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in read_metrics(folder) if "loss" in line]
+def numbers_of_step(folder: Path, step: int) -> dict[str, Any]:
+    """Losses, norms and logits of a step in the metrics, those of each layer and source, too."""
+    kinds = ("loss", "grad_norm", "norm_", "rms_", "max_", "source_", "tokens")
+    lines = [line for line in read_metrics(folder) if line["step"] == step and "event" not in line]
+    return {k: v for line in lines for k, v in line.items() if k.startswith(kinds) and k != "tokens_per_second"}
 
 
 def test_stop_ends_all_ranks_before_the_update_and_the_next_start_continues(tmp_path: Path) -> None:
@@ -225,17 +255,20 @@ def test_stop_ends_all_ranks_before_the_update_and_the_next_start_continues(tmp_
     # Without the fault, it ends like a run that never had one, and was never checked.
     output = finish(tmp_path, *OPTIONS, ranks=RANKS)
     assert "no wrong rank" in output
-    finish(tmp_path / "plain", *OPTIONS[:2], ranks=RANKS)
-    assert without_times(tmp_path)[-4:] == without_times(tmp_path / "plain")[-4:]
+    finish(tmp_path / "plain", *PLAIN, ranks=RANKS)
+    for step in (1, 3, 8):
+        assert {"loss", "rms_output_layers.0", "max_logits_layers.0"} <= numbers_of_step(tmp_path, step).keys()
+        assert numbers_of_step(tmp_path, step) == numbers_of_step(tmp_path / "plain", step)
     assert same_tensors(saved_tensors(tmp_path, 8), saved_tensors(tmp_path / "plain", 8))
 
 
 def test_warn_records_each_finding_and_continues(tmp_path: Path) -> None:
-    output = finish(tmp_path, *OPTIONS, "--training.steps", "4", ranks=RANKS, hook=partial(wrong_from_step, 3))
+    options = ("--training.steps", "5", "--debug.fingerprint_steps", "4")  # which a check would disturb
+    output = finish(tmp_path, *OPTIONS, *options, ranks=RANKS, hook=partial(wrong_from_step, 3))
     events = [line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank"]
-    assert [(event["step"], event["ranks"]) for event in events] == [(3, [1]), (4, [1])]
+    assert [(event["step"], event["ranks"]) for event in events] == [(3, [1]), (5, [1])]
     assert output.count("computes wrong; found in") == 2
-    assert "4 checks: different bits in steps 3, 4" in output
+    assert "4 checks: different bits in steps 3, 5" in output
 
 
 # What is rejected.
