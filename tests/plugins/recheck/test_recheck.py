@@ -17,6 +17,7 @@ from parity import TINY, Curve, config_of, train
 from recheck_faults import BAD_RANK, Outcome, Planter, Replay
 from torch import Tensor
 
+from torchtrain.config.registry import STEP_HOOKS
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError, HardwareError
@@ -227,6 +228,28 @@ def wrong_from_step(first: int) -> AbstractContextManager[None]:
     return wrong if os.environ["RANK"] == str(BAD_RANK) else nullcontext()
 
 
+class OneForward(StepHook):
+    """Observes the model from the beginning of a step to its end, in which there must be one forward."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.block = trainer.model.model_parts[0].layers["0"]
+
+    def before_step(self, step: int, batch: Any) -> None:  # noqa: ARG002
+        self.forwards = 0
+        self.handle = self.block.register_forward_hook(self.count)
+
+    def count(self, *_: Any) -> None:
+        self.forwards += 1
+
+    def after_step(self, step: int, *_: Any) -> None:
+        self.handle.remove()
+        assert self.forwards == 1, f"{self.forwards} forwards in step {step}"
+
+
+def count_forwards() -> None:
+    STEP_HOOKS.add("a hook that is made before that of recheck", OneForward)
+
+
 RANKS = 3
 PLAIN = ("--training.global_batch_size", "3", "--metrics.norms_freq", "1", "--metrics.enable_loss_by_source")
 OPTIONS = (*PLAIN, "--recheck.interval", "1")
@@ -253,7 +276,7 @@ def test_stop_ends_all_ranks_before_the_update_and_the_next_start_continues(tmp_
     assert (event["step"], event["named"], event["ranks"]) == (4, True, [1])
     assert sorted(path.name for path in tmp_path.glob("checkpoint/step-*")) == ["step-2"]
     # Without the fault, it ends like a run that never had one, and was never checked.
-    output = finish(tmp_path, *OPTIONS, ranks=RANKS)
+    output = finish(tmp_path, *OPTIONS, ranks=RANKS, hook=count_forwards)
     assert "no wrong rank" in output
     finish(tmp_path / "plain", *PLAIN, ranks=RANKS)
     for step in (1, 3, 8):
@@ -347,6 +370,12 @@ def test_hash_depends_on_each_bit_and_its_place(dtype: torch.dtype) -> None:
     assert (int(hash_of(signs)) == original) == (dtype == torch.uint8 and bool((signs == tensor).all()))
     assert int(hash_of(tensor.flip(0))) != original
     assert int(hash_of(tensor[:0])) == 0
+
+
+def test_hash_depends_on_the_order_of_chunks() -> None:
+    hash_of = TensorHash(torch.device("cpu"))
+    first, second = torch.rand(2, CHUNK["cpu"])
+    assert int(hash_of(torch.cat((first, second)))) != int(hash_of(torch.cat((second, first))))
 
 
 @pytest.mark.parametrize("ranks", range(3, 7))
