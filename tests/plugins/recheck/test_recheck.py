@@ -91,8 +91,16 @@ EXACT = {"training": {"sums": "exact"}}
 UNCHANGED = [
     pytest.param(3, 12, EXACT, id="exact sums, three ranks"),
     pytest.param(2, 8, {"training": {"mixed_precision_param": "bfloat16"}}, id="fast sums, bfloat16"),
-    pytest.param(4, 16, {"parallelism": {"data_parallel_replicate_degree": 2}}, id="fast sums, HSDP"),
-    pytest.param(4, 16, {**EXACT, "parallelism": {"data_parallel_replicate_degree": 2}}, id="exact sums, HSDP"),
+    pytest.param(
+        4, 16, {"parallelism": {"data_parallel_replicate_degree": 2}}, id="fast sums, HSDP", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        4,
+        16,
+        {**EXACT, "parallelism": {"data_parallel_replicate_degree": 2}},
+        id="exact sums, HSDP",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(4, 8, {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}, id="tensor", marks=pytest.mark.slow),
     pytest.param(4, 8, {"parallelism": {"context_parallel_degree": 2}}, id="context", marks=pytest.mark.slow),
     pytest.param(4, 8, {"parallelism": {"pipeline_parallel_degree": 2}}, id="pipeline", marks=pytest.mark.slow),
@@ -138,26 +146,19 @@ def planted_run(
 HSDP = {**EXACT, "parallelism": {"data_parallel_replicate_degree": 2}}
 TENSOR = {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}
 BOTH = [0, 1]
+SLOW = pytest.mark.slow
+REPLICAS = {"parallelism": {"data_parallel_replicate_degree": 3}}
 PLANTED = [
     # ranks, rows, config, kind, repeats, named ranks, suspected ranks
     pytest.param(3, 12, EXACT, "forward", False, [1], [], id="forward"),
-    pytest.param(3, 12, EXACT, "backward", True, [1], [], id="backward, repeats"),
+    pytest.param(3, 12, EXACT, "backward", True, [1], [], id="backward, repeats", marks=SLOW),
     pytest.param(2, 8, {}, "backward", False, [1], [], id="two ranks, fast sums"),
     pytest.param(2, 8, EXACT, "backward", True, [], BOTH, id="two ranks, repeats"),
-    pytest.param(4, 16, HSDP, "received weights", False, [1], [], id="HSDP, received weights"),
+    pytest.param(4, 16, HSDP, "received weights", False, [1], [], id="HSDP, received weights", marks=SLOW),
     pytest.param(4, 16, HSDP, "weight", False, [], [1, 3], id="HSDP, weight"),
+    pytest.param(3, 12, REPLICAS, "optimizer state", False, [1], [], id="three replicas, optimizer state", marks=SLOW),
     pytest.param(3, 12, {}, "weight during the step", False, [], [0, 1, 2], id="a weight that all gather"),
-    pytest.param(
-        3,
-        12,
-        {"parallelism": {"data_parallel_replicate_degree": 3}},
-        "optimizer state",
-        False,
-        [1],
-        [],
-        id="three replicas, optimizer state",
-    ),
-    pytest.param(4, 8, TENSOR, "backward", False, BOTH, [], id="tensor", marks=pytest.mark.slow),
+    pytest.param(4, 8, TENSOR, "backward", False, BOTH, [], id="tensor", marks=SLOW),
 ]
 
 
@@ -172,7 +173,7 @@ def test_planted_flips_name_the_right_rank(
     named: list[int],
     suspected: list[int],
 ) -> None:
-    for outcomes in gloo.run(ranks, planted_run, config_of(**changes), count, kind, repeats, 6):
+    for outcomes in gloo.run(ranks, planted_run, config_of(**changes), count, kind, repeats, 4):
         effective = [outcome for outcome in outcomes if outcome.changed]
         assert effective  # the others have changed no bit of a gradient
         assert {(tuple(o.named), tuple(o.suspected)) for o in effective} == {(tuple(named), tuple(suspected))}
@@ -204,6 +205,7 @@ def test_stop_raises_the_same_error_on_all_ranks_before_the_update(gloo: GlooPoo
     assert others == [(first, True)] * 2
 
 
+@pytest.mark.slow
 def test_replay_on_the_same_rank_does_not_see_a_fault_that_repeats(gloo: GlooPool) -> None:
     for repeats in (False, True):
         for outcomes in gloo.run(3, planted_run, config_of(**EXACT), 12, "backward", repeats, 4, Replay):
@@ -262,36 +264,41 @@ def numbers_of_step(folder: Path, step: int) -> dict[str, Any]:
     return {k: v for line in lines for k, v in line.items() if k.startswith(kinds) and k != "tokens_per_second"}
 
 
-def test_stop_ends_all_ranks_before_the_update_and_the_next_start_continues(tmp_path: Path) -> None:
-    run = ForkedRun(
-        tmp_path, *OPTIONS, "--recheck.on_wrong_rank", "stop", ranks=RANKS, hook=partial(wrong_from_step, 4)
-    )
+def test_stop_ends_all_ranks_with_one_message_and_no_checkpoint_of_the_step(tmp_path: Path) -> None:
+    stop = ("--recheck.on_wrong_rank", "stop", "--checkpoint.async_mode", "disabled")
+    run = ForkedRun(tmp_path, *OPTIONS, *stop, ranks=RANKS, hook=partial(wrong_from_step, 4))
     assert run.wait() == [HardwareError.exit_code] * RANKS, run.output()
-    errors = [line for line in run.output().splitlines() if "error: " in line]
-    assert len(errors) == 1
-    assert "step 4: rank 1 on " in errors[0]
-    assert "computes wrong; found in the gradient of norm and output" in errors[0]
-    assert "The last check that found nothing: step 3" in errors[0]
+    (error,) = (line for line in run.output().splitlines() if "error: " in line)
+    assert "step 4: rank 1 on " in error
+    assert "computes wrong; found in the gradient of norm and output" in error
+    assert "The last check that found nothing: step 3" in error
     (event,) = (line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank")
     assert (event["step"], event["named"], event["ranks"]) == (4, True, [1])
     assert sorted(path.name for path in tmp_path.glob("checkpoint/step-*")) == ["step-2"]
-    # Without the fault, it ends like a run that never had one, and was never checked.
-    output = finish(tmp_path, *OPTIONS, ranks=RANKS, hook=count_forwards)
+
+
+def test_warn_records_each_finding_and_continues(tmp_path: Path) -> None:
+    options = ("--training.global_batch_size", "2", "--training.steps", "5", "--recheck.interval", "1")
+    fingerprints = ("--debug.fingerprint_steps", "4")  # which a check would disturb
+    output = finish(tmp_path, *options, *fingerprints, hook=partial(wrong_from_step, 3))
+    events = [line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank"]
+    assert [(event["step"], event["named"], event["ranks"]) for event in events] == [(3, False, BOTH), (5, False, BOTH)]
+    assert output.count("one of these computes wrong: rank 0 on ") == 2
+    assert "4 checks: different bits in steps 3, 5" in output
+
+
+@pytest.mark.slow
+def test_start_after_a_stop_ends_like_a_run_without_checks(tmp_path: Path) -> None:
+    options = (*OPTIONS, "--recheck.on_wrong_rank", "stop")
+    run = ForkedRun(tmp_path, *options, ranks=RANKS, hook=partial(wrong_from_step, 4))
+    assert run.wait() == [HardwareError.exit_code] * RANKS, run.output()
+    output = finish(tmp_path, *options, ranks=RANKS, hook=count_forwards)
     assert "no wrong rank" in output
     finish(tmp_path / "plain", *PLAIN, ranks=RANKS)
     for step in (1, 3, 8):
         assert {"loss", "rms_output_layers.0", "max_logits_layers.0"} <= numbers_of_step(tmp_path, step).keys()
         assert numbers_of_step(tmp_path, step) == numbers_of_step(tmp_path / "plain", step)
     assert same_tensors(saved_tensors(tmp_path, 8), saved_tensors(tmp_path / "plain", 8))
-
-
-def test_warn_records_each_finding_and_continues(tmp_path: Path) -> None:
-    options = ("--training.steps", "5", "--debug.fingerprint_steps", "4")  # which a check would disturb
-    output = finish(tmp_path, *OPTIONS, *options, ranks=RANKS, hook=partial(wrong_from_step, 3))
-    events = [line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank"]
-    assert [(event["step"], event["ranks"]) for event in events] == [(3, [1]), (5, [1])]
-    assert output.count("computes wrong; found in") == 2
-    assert "4 checks: different bits in steps 3, 5" in output
 
 
 # What is rejected.
