@@ -17,7 +17,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -41,6 +42,7 @@ from torchtrain.trainer import Trainer, TrainStep
 COMPUTED = ("forward", "backward", "received weights")  # faults that change the gradient of one microbatch
 STORED = ("weight", "optimizer state", "weight during the step")
 RECEIVED = ("received gradient", "received sum")
+KINDS = (*COMPUTED, *STORED, *RECEIVED)
 BAD_RANK = 1
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "2 ranks": (2, {}),
@@ -49,7 +51,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "HSDP 2 x 2": (4, {"data_parallel_replicate_degree": 2}),
     "HSDP 3 x 1": (3, {"data_parallel_replicate_degree": 3}),
     "2 x tensor 2": (4, {"tensor_parallel_degree": 2}),
-    "3 x tensor 2": (6, {"tensor_parallel_degree": 2}),
 }
 
 
@@ -240,37 +241,42 @@ class Replay(Recheck):
 
 
 @dataclass(frozen=True)
-class Row:
-    """A row of the table: a kind of fault on a layout. ``members``: the ranks of the data-parallel rank that has it."""
+class Result:
+    """What was found of a kind of fault on a layout. ``members``: the ranks of the data-parallel rank that has it."""
 
     layout: str
-    kind: str
-    repeats: bool
+    fault: str
     members: Sequence[int]
     outcomes: Sequence[Outcome]
-    replayed: Sequence[Outcome]
 
-    def cells(self) -> list[str]:
-        own, effective = set(self.members), [outcome for outcome in self.outcomes if outcome.changed]
-        how = "" if self.kind not in COMPUTED else ", repeats" if self.repeats else ", one-off"
-        named = sum(set(outcome.named) == own for outcome in effective)
-        suspected = sum(own <= set(outcome.suspected) for outcome in effective)
-        wrong = sum(not set(outcome.named) <= own for outcome in self.outcomes)
-        replayed = sum(set(outcome.named) == own for outcome in self.replayed)
-        counts = [len(self.outcomes), len(effective), named, suspected, wrong, replayed if self.replayed else "-"]
-        return [self.layout, self.kind + how, *map(str, counts)]
+    @property
+    def effective(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.changed]
+
+    @property
+    def wrong(self) -> int:
+        """Steps in which another rank was named, or anything was found although no bit had changed."""
+        own = set(self.members)
+        return sum(
+            not set(of.named) <= own or bool((of.named or of.suspected) and not of.changed) for of in self.outcomes
+        )
+
+    def __str__(self) -> str:
+        named = sum(set(outcome.named) == set(self.members) for outcome in self.effective)
+        suspected = sum(set(self.members) <= set(outcome.suspected) for outcome in self.effective)
+        text = f"{named} of {len(self.effective)}"
+        return f"{text}, suspected {suspected}" if suspected else text
 
 
-HEAD = [
-    "layout",
-    "fault",
-    "flips",
-    "changed bits",
-    "rank named",
-    "among suspects",
-    "wrong rank named",
-    "replay",
-]
+def print_results(results: Sequence[Result]) -> None:
+    """A table with a row for each fault and a column for each layout, and the number of wrong findings."""
+    layouts, faults = (
+        list(dict.fromkeys(names)) for names in zip(*((r.layout, r.fault) for r in results), strict=True)
+    )
+    cells = {(result.fault, result.layout): str(result) for result in results}
+    print(table(["", *layouts], [[fault, *(cells.get((fault, of), "") for of in layouts)] for fault in faults]))
+    flips = sum(len(result.outcomes) for result in results)
+    print(f"\n{flips} flips, {sum(result.wrong for result in results)} of which led to a wrong finding")
 
 
 def build(folder: Path, parallelism: dict[str, int], **options: Any) -> tuple[Trainer, Recheck]:
@@ -304,34 +310,39 @@ def build(folder: Path, parallelism: dict[str, int], **options: Any) -> tuple[Tr
     return trainer, recheck
 
 
-def plant(folder: Path, layout: str, steps: int) -> list[Row]:
-    """All rows of the table for a layout."""
+def plant(folder: Path, layout: str, kinds: Sequence[str], steps: int) -> list[Result]:
+    """The results of a layout."""
     parallelism = LAYOUTS[layout][1]
     trainer, recheck = build(folder, parallelism)
-    batches = iter(trainer.dataloader)
-    numbers = iter(range(1, 10**9))
+    batches = list(islice(trainer.dataloader, steps))  # the same of each kind of fault
+    trainer.train_step(1, batches[0])  # in the first step, exact sums find their range
 
     def outcomes(hook_type: type[Recheck], kind: str, repeats: bool) -> list[Outcome]:
         hook = hook_type(recheck.options, trainer.train_step, trainer.gloo_group, recheck.report)
         trainer.train_step.hooks.all[:] = [hook]
         planter = Planter(trainer.train_step, hook, kind, repeats)
         with planter.attached():
-            for _ in range(steps):
-                trainer.train_step(next(numbers), next(batches))
+            for step, batch in enumerate(batches, start=2):
+                trainer.train_step(step, batch)
         return planter.outcomes
 
     (members,) = (ranks for ranks in recheck.members if BAD_RANK in ranks)
-    rows = []
-    trainer.train_step(next(numbers), next(batches))
-    for kind in (*COMPUTED, *STORED, *RECEIVED):
+    results = []
+    for kind in kinds:
         if kind == "received sum" and "data_parallel_replicate_degree" not in parallelism:
             continue
         if kind == "received gradient" and layout == "HSDP 3 x 1":  # which receives none
             continue
         for repeats in (False, True) if kind in COMPUTED else (False,):
-            replayed = outcomes(Replay, kind, repeats) if layout == "3 ranks" and kind in COMPUTED else ()
-            rows.append(Row(layout, kind, repeats, members, outcomes(Recheck, kind, repeats), replayed))
-    return rows
+            fault = kind if kind not in COMPUTED else f"{kind}, {'repeats' if repeats else 'one-off'}"
+            found = outcomes(Recheck, kind, repeats)
+            results.append(Result(layout, fault, members, found))
+            if layout == "3 ranks" and kind in COMPUTED:
+                replayed = outcomes(Replay, kind, repeats)
+                if repeats:  # both computations of the replay are wrong, and the same
+                    replayed = [replace(of, changed=flip.changed) for of, flip in zip(replayed, found, strict=True)]
+                results.append(Result("3 ranks, replay", fault, members, replayed))
+    return results
 
 
 def clean(folder: Path, layout: str, checks: int) -> list[list[str]]:
@@ -402,6 +413,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, metavar="KIND")
     parser.add_argument("--steps", type=int, default=40, help="flips of each kind on each layout")
     parser.add_argument("--clean", type=int, default=0, help="checks without flips on each layout, instead")
     parser.add_argument("--cost", type=int, default=0, help="steps with and without a check to time, instead")
@@ -418,10 +430,10 @@ def main() -> None:
         ]
         print(table(["layout", "checks", "false alarms"], rows))
         return
-    print(table(HEAD, []), flush=True)
+    results = []
     for layout in arguments.layouts:
-        for row in on_ranks(LAYOUTS[layout][0], plant, layout, arguments.steps):
-            print(f"| {' | '.join(row.cells())} |", flush=True)
+        results += on_ranks(LAYOUTS[layout][0], plant, layout, arguments.kinds, arguments.steps)
+    print_results(results)
 
 
 if __name__ == "__main__":
