@@ -603,7 +603,7 @@ def validate(
         find_weights(initial)
     check_layout(config, device, dims, model)
     for section in config.plugins.values():
-        section.check(config, device, dims)
+        section.check_run(config, device, dims)
     if not config.training.enable_cpu_offload:
         check_memory(config, dims, model, *memory_of(device))
     check_optimizer(config.optimizer, parameter_shapes(model), model)

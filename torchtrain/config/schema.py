@@ -127,7 +127,7 @@ class Section:
     def __post_init__(self) -> None:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
-    def check(self, config: "JobConfig", device: Any, degrees: Any) -> None:
+    def check_run(self, config: "JobConfig", device: Any, degrees: Any) -> None:
         """Of a plugin: raise ConfigError if a run cannot have these options, given the other ones of ``config``, which
         is resolved, the ``torch.device``, and the ``ParallelDims``."""
 

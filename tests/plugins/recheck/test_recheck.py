@@ -320,12 +320,12 @@ def test_layouts_without_comparable_gradients_are_rejected(
 ) -> None:
     config = config_of(**changes)
     with pytest.raises(ConfigError, match=message):
-        EACH_STEP.check(config, torch.device("cpu"), degrees)
-    RecheckConfig().check(config, torch.device("cpu"), degrees)
+        EACH_STEP.check_run(config, torch.device("cpu"), degrees)
+    RecheckConfig().check_run(config, torch.device("cpu"), degrees)
 
 
 def test_gpus_need_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = partial(EACH_STEP.check, device=torch.device("cuda"), degrees=ParallelDims(shard=2))
+    check = partial(EACH_STEP.check_run, device=torch.device("cuda"), degrees=ParallelDims(shard=2))
     with pytest.raises(ConfigError, match=r"set training.deterministic = true"):
         check(config_of())
     deterministic = {"training": {"deterministic": True}}

@@ -26,7 +26,7 @@ class RecheckConfig(Section, name="recheck"):
     """What to do when a check finds different bits. warn: log a warning, record an event in metrics.jsonl, and
     continue. stop: end the run before the update of that step, with exit code 70."""
 
-    def check(self, config: JobConfig, device: "torch.device", degrees: "ParallelDims") -> None:
+    def check_run(self, config: JobConfig, device: "torch.device", degrees: "ParallelDims") -> None:
         if not self.interval:
             return
         given = f"recheck.interval = {self.interval} compares the gradients of the same microbatch on several ranks"
