@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,6 +345,14 @@ def test_rejected_before_any_work(tmp_path: Path) -> None:
     assert run.wait() == [2]
     assert "recheck.interval = 1 compares" in run.output()
     assert not (tmp_path / "checkpoint").exists()
+
+
+def test_a_gpu_is_named_by_its_number_model_and_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="NVIDIA H100", uuid="5d0e41c2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    device = Device.of(torch.device("cuda", 3))
+    assert device.name == "cuda:3, NVIDIA H100 5d0e41c2"
+    assert device.kind == f"NVIDIA H100, torch {torch.__version__}"
 
 
 def test_devices_of_several_kinds_are_rejected() -> None:
