@@ -77,7 +77,7 @@ class Planter(StepHook):
     """Plants a flip into each step on ``BAD_RANK``, and undoes the step. The first hook of ``train_step``.
 
     Args:
-        kind: one of COMPUTED, STORED and RECEIVED; "none": no flips.
+        kind: one of KINDS.
         repeats: whether each computation of the rank has the same flip, instead of one of the first two.
         bits: the bits that may be flipped, modulo those of an element.
     """

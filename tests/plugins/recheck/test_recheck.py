@@ -176,7 +176,7 @@ def test_planted_flips_name_the_right_rank(
 ) -> None:
     for outcomes in gloo.run(ranks, planted_run, config_of(**changes), count, kind, repeats, 4):
         effective = [outcome for outcome in outcomes if outcome.changed]
-        assert effective  # the others have changed no bit of a gradient
+        assert len(effective) >= 3  # the others have changed no bit of a gradient
         assert {(tuple(o.named), tuple(o.suspected)) for o in effective} == {(tuple(named), tuple(suspected))}
         assert not any(o.named or o.suspected for o in outcomes if not o.changed)
 
