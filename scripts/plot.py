@@ -4,7 +4,7 @@ RUN is a run's folder, or its metrics.jsonl. For steps that a restart repeated, 
 many points is smoothed; the pale line is the raw one. Dashed curves in the panel of the loss are validation losses. A
 dashed vertical line marks a restart, a dotted one the beginning of a stage, a cross a fault, each in the color of its
 run. The axis at the top shows the tokens of the first run. --x tokens plots over tokens instead, to compare runs with
-other batches. Needs matplotlib: pip install -e '.[plot]'
+other batches.
 """
 
 import argparse

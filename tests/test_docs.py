@@ -60,7 +60,6 @@ LISTED = {
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",
     "pip install -e .": "needs a package index; run by .ci/run",
-    "pip install -e '.[plot]'": "needs a package index; run by .ci/run",
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
     "python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml": "needs a config of torchtitan; "

@@ -232,7 +232,7 @@ def require_picture(path: str, option: str) -> None:
     if Path(path).suffix != ".png":
         raise ConfigError(f"{option} = {path!r} must end with .png")
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{option} = {path!r} needs matplotlib: pip install 'torchtrain[plot]'")
+        raise ConfigError(f"{option} = {path!r} needs matplotlib: pip install matplotlib")
     require_file(path, option)
 
 

@@ -859,8 +859,7 @@ class MetricsConfig(Section, name="metrics"):
     enable_loss_by_source: bool = False
     """Log the training loss and the tokens of each source of [data], of all steps since the line before."""
     enable_report: bool = True
-    """At the end of the run, write report.md to the dump folder: results and, if matplotlib is installed (pip install
-    'torchtrain[plot]'), curves."""
+    """At the end of the run, write report.md to the dump folder: results and curves."""
     wandb_project: str = "torchtrain"
     """Project name in Weights & Biases."""
     writers: tuple[str, ...] = ()

@@ -33,7 +33,7 @@ class Options:
     json: bool = False
     """Print JSON."""
     picture: LocalPath = ""
-    """PNG file for a picture of both losses and their difference (pip install 'torchtrain[plot]')."""
+    """PNG file for a picture of both losses and their difference."""
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
     """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 

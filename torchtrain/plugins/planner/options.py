@@ -45,4 +45,4 @@ class EstimateConfig(Section, name="estimate"):
     json: bool = False
     """Print JSON instead of a table."""
     picture: LocalPath = ""
-    """PNG file for a plot of memory over two steps (pip install 'torchtrain[plot]')."""
+    """PNG file for a plot of memory over two steps."""

@@ -36,7 +36,7 @@ def write_report(folder: Path, results: RunResults) -> None:
             plot([run], folder / CURVES)
             lines += ["## Curves", "", f"![Curves of the run]({CURVES})", ""]
     else:
-        lines += ["No curves: matplotlib is not installed (`pip install 'torchtrain[plot]'`).", ""]
+        lines += ["No curves: matplotlib is not installed (`pip install matplotlib`).", ""]
     for line in [line for line in run.lines if "validation_samples" in line or "validation_ema_samples" in line][-1:]:
         for name in (name for name in line if name.endswith("_samples") and isinstance(line[name], list)):
             weights = " with the averaged weights" if "ema" in name else ""
