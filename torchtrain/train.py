@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torchtrain import __version__
 from torchtrain.cli import command, is_first_rank, run_and_exit
 from torchtrain.config.parse import parse
+from torchtrain.config.registry import TRAINERS
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import limit_error
@@ -38,7 +39,8 @@ def train(config: JobConfig) -> int:
     # Imported here because --help and a rejected config do not need torch, which takes seconds to import.
     from torchtrain.trainer import Trainer
 
-    return plan_of(config).train(Trainer)
+    kinds = (TRAINERS[name](config) for name in TRAINERS)
+    return plan_of(config).train(next((kind for kind in kinds if kind is not None), Trainer))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ performs one optimizer step. Only this file determines the order of the componen
 
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +55,7 @@ from torchtrain.distributed.process_group import (
     set_timeout,
     world_size,
 )
+from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError, FaultError, StoppedError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.stop_request import StopRequest
@@ -107,6 +109,8 @@ class Trainer:
 
     step: int
     """The optimizer step that is being executed or was executed last, counted from 1; 0 before the first one."""
+    takes_lease: ClassVar[bool] = True
+    """Whether the writer lease of the checkpoints is acquired at the start; see ``find_resume_point``."""
 
     def __init__(
         self,
@@ -135,7 +139,7 @@ class Trainer:
         if config.training.deterministic:
             use_deterministic_kernels()
         init_process_group(device, config.comm.init_timeout_seconds, rendezvous)
-        self.mesh = mesh = Mesh(device, dims)
+        self.mesh = mesh = Mesh(device, dims, self.build_replicas(config))
         self.gloo_group = gloo_group(device, config.comm.init_timeout_seconds)
 
         # Data.
@@ -162,6 +166,7 @@ class Trainer:
             lambda: self.dataloader.identity,
             held,
             data_files=lambda: [source.file_table() for source in self.dataloader.sources],
+            takes_lease=self.takes_lease,
         )
         self.init_or_load_weights(resume_point.step)
 
@@ -185,7 +190,7 @@ class Trainer:
             step_group=self.gloo_group,
             validation_losses=partial(validation_losses, folder),
         )
-        self.step = self.start_step = self.checkpointer.resume() or 0
+        self.step = self.start_step = self.resume()
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
         set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
@@ -230,6 +235,14 @@ class Trainer:
         )
         built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
         self.train_step.hooks.all += [hook for hook in built if hook is not None]
+
+    def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
+        """What connects this job with other replicas: here nothing."""
+        return Replicas()
+
+    def resume(self) -> int:
+        """Load the checkpoint to resume from; returns its step, 0 in a new run."""
+        return self.checkpointer.resume() or 0
 
     def build_metrics(self, config_toml: str) -> MetricsRecorder:
         """The recorder of metrics, which is opened when training begins."""
@@ -402,14 +415,11 @@ class Trainer:
             logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
         logger.info("training begins with step %d of %d", self.step + 1, steps)
         while self.step < steps and not self.stop.agreed:
-            with self.watchdog.watch(f"step {self.step + 1}"):
-                batch = next(batches, None)
-                if batch is None:
-                    break
-                self.step += 1
-                loss, grad_norm = self.train_step(self.step, batch)
-                must_roll_back = self.guard.must_roll_back(self.step)
-            if must_roll_back:
+            taken = self.take_step(batches)
+            if taken is None:
+                break
+            loss, grad_norm = taken
+            if self.guard.must_roll_back_before is not None:
                 self.roll_back()
                 continue
             self.metrics.record(self.step, loss, grad_norm, self.schedule.rate(self.step))
@@ -422,6 +432,17 @@ class Trainer:
                 gc.collect(1)
         if self.step < steps:
             self.end_early()
+
+    def take_step(self, batches: Iterator[Batch]) -> tuple[TokenLoss, Tensor] | None:
+        """Train on the next batch; returns what ``TrainStep`` does, or None if there is no step to take."""
+        with self.watchdog.watch(f"step {self.step + 1}"):
+            batch = next(batches, None)
+            if batch is None:
+                return None
+            self.step += 1
+            result = self.train_step(self.step, batch)
+            self.guard.must_roll_back(self.step)  # waits for the device where the result is needed
+        return result
 
     def end_early(self) -> None:
         """Complete a run that ends before ``training.steps``, on a stop request or because the data ended.
@@ -525,10 +546,12 @@ class TrainStep:
         # every token the same weight, whatever its rank and microbatch, and gradients only have to be summed.
         global_tokens = (batch.labels != IGNORE_INDEX).sum().to(self.model.device, non_blocking=True)
         all_reduce(global_tokens, group=self.model.mesh.batch.get_group())
+        self.model.mesh.replicas.all_reduce(global_tokens)
         loss = self.forward_backward(batch, global_tokens)
         while not self.model.finish_gradients():  # only a plugin's reducer asks for this (exact sums), and logs why
             self.optimizer.zero_grad()
             loss = self.forward_backward(batch, global_tokens)
+        loss = self.model.mesh.replicas.sum_loss(loss)
         grad_norm = self.clip_and_update(step, loss)
         self.hooks.after_step(step, batch, loss, grad_norm)
         return loss, grad_norm
@@ -556,6 +579,7 @@ class TrainStep:
         tied_replicas = self.sync_tied_embedding_grads()
         self.hooks.after_gradients()
         grad_norm = clip_grad_norm(self.model.model_parts, self.max_norm, self.model.reducer, tied_replicas)
+        self.model.mesh.replicas.vote()
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
         skip = self.guard.check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)

@@ -20,7 +20,7 @@ from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, V
 from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import CheckpointStorage
+from torchtrain.checkpoint.storage import CheckpointStorage, WriterLease
 from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0
@@ -264,6 +264,22 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._thread.start()
         if self.config.async_mode == "disabled" or last:
             self.wait(required)
+
+    def take_lease(self, step: int) -> None:
+        """Acquire the writer lease for a save of ``step``, unless this start holds it; see ``find_resume_point``.
+
+        The run has not left the checkpoints before ``step``, whoever has saved them: they are not superseded.
+        """
+        self.wait()
+
+        def acquire() -> tuple[WriterLease, dict[int, Hashable], set[int]]:
+            if self.lease.id and self.storage.read_lease().id == self.lease.id:
+                return self.lease, self._own, self._saved
+            lease = self.storage.acquire_lease(self.lease.run)
+            versions = self.storage.versions()
+            return lease, dict(versions), {earlier for earlier in versions if earlier < step}
+
+        self.lease, self._own, self._saved = broadcast_from_rank0(acquire, self.group)
 
     def _loader_layout(self) -> dict[str, Any] | None:
         loader = self.states.get("loader")

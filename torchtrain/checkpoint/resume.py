@@ -245,6 +245,7 @@ def find_resume_point(
     data: Callable[[], Mapping[str, str]] = dict,
     held: HeldLease | None = None,
     data_files: Callable[[], Sequence[FileTable]] = tuple,
+    takes_lease: bool = True,
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
@@ -258,6 +259,7 @@ def find_resume_point(
         data: returns the identity of the run's data and tokenizer by option name; called on rank 0 only.
         held: the lease that this process has held for an earlier stage; that of this stage replaces it.
         data_files: returns the files of each source; called on rank 0 only.
+        takes_lease: whether the lease is acquired now; else by ``CheckpointManager.take_lease``, before a save.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
@@ -301,7 +303,13 @@ def find_resume_point(
     # Before acquiring the lease, which stops a start that still saves here: this start may still be rejected.
     before, candidates, step, run = choose_before_lease()
     held = held or HeldLease()
-    lease = held.lease = broadcast_from_rank0(lambda: storage.acquire_lease(run, held.lease), group)
+
+    def acquire() -> WriterLease:
+        if takes_lease:
+            return storage.acquire_lease(run, held.lease)
+        return WriterLease(run=run or storage.read_lease().run or uuid.uuid4().hex)
+
+    lease = held.lease = broadcast_from_rank0(acquire, group)
     there = broadcast_from_rank0(storage.versions, group)
     if there != before:
         candidates, step, _ = choose()

@@ -236,6 +236,10 @@ STEP_HOOKS = Registry("the name of a step hook")
 the config does not ask for it."""
 
 
+TRAINERS = Registry("the name of a trainer")
+"""Functions that get the config, and return a subclass of ``trainer.Trainer``, or None if it asks for none."""
+
+
 VALIDATION_PARTS = Registry("the name of a validation part")
 """Classes with the static methods of ``metrics.validation.ValidationPartFactory``."""
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import DataConfig, JobConfig
-from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
+from torchtrain.datasets.data_source import DataSource, SourceContext, Stream, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.held_out import SourcePart
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
@@ -107,22 +107,25 @@ def build_dataloader(
     identities = [identity for _, identity in opened]
     if group is not None:
         _require_same([context.section for context in contexts], identities, group)
-    streams = [
-        source.streams(
-            StreamRequest(
-                *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
-                sequential=sequential,
-                longest_seq_len=max(longest_seq_len, config.longest_seq_len),
+
+    def streams_of(rows: range) -> list[Sequence[Stream]]:
+        return [
+            source.streams(
+                StreamRequest(
+                    *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
+                    sequential=sequential,
+                    longest_seq_len=max(longest_seq_len, config.longest_seq_len),
+                )
             )
-        )
-        for number, (source, _) in enumerate(opened)
-    ]
+            for number, (source, _) in enumerate(opened)
+        ]
+
     key = {"files": "path", "remote_files": "path", "hub": "name", "standard_library": "path"}.get(
         config.source_type, "type"
     )
     option = f"{section}.{'sources' if config.sources else key}"
     loader = DataLoader(
-        streams,
+        streams_of(rows),
         Mixture([source.weight for source in config.all]),
         rows,
         seq_len=seq_len,
@@ -134,6 +137,7 @@ def build_dataloader(
         identity={option: "; ".join(identities), "model.tokenizer_path": tokenizer.identity},
         sources=[source for source, _ in opened],
         max_readers=config.streams,
+        streams_of=streams_of,
     )
     if group is not None:
         loader.connect(group)

@@ -82,6 +82,8 @@ class DataLoader(Iterator[Batch]):
     """The sources of ``streams``."""
     max_readers: int = 1
     """Maximum number of readers of streamed data: ``data.streams``."""
+    streams_of: Callable[[range], Sequence[Sequence[Stream]]] | None = None
+    """Returns ``streams`` for other rows of the global batch."""
 
     def __post_init__(self) -> None:
         self._step = 0
@@ -198,6 +200,14 @@ class DataLoader(Iterator[Batch]):
             first += size
         self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
+
+    def reassign(self, rows: range) -> None:
+        """Read these rows of the global batch from now on, from their beginning; call ``load_state_dict`` after it."""
+        assert self.streams_of is not None
+        self.close()
+        self.rows, self.streams = rows, self.streams_of(rows)
+        self._state = self._snapshot()
+        self._beginnings = [[stream.state for stream in streams] for streams in self.streams]
 
     @property
     def layout(self) -> LoaderLayout:

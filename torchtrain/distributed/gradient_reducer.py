@@ -1,6 +1,6 @@
 """Gradient reduction: how gradients are summed over microbatches and ranks, and their squares for the gradient norm."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ class GradientReducer:
         state: state that later steps depend on, for checkpoints; None if there is none.
         by_block: whether each block and the output layer are an FSDP group of their own, which is all-gathered and
             reduced while blocks compute; otherwise all parameters are in one group.
+        after_all_reduce: gets this rank's reduced gradients of each FSDP group, in ``dtype``, and may change them in
+            place; None: nothing does.
     """
 
     state: Stateful | None = None
     by_block: bool = True
+    after_all_reduce: Callable[[Tensor], None] | None = None
 
     def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         self.mesh = mesh

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import ParallelismConfig
+from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError
 
 
@@ -85,10 +86,12 @@ class Mesh:
         fsdp: the mesh of ``fully_shard``: 1-D, or 2-D (replicate, shard) for HSDP.
         hsdp: the same, always 2-D.
         pipeline, context, tensor: the dimensions of these parallelisms.
+        replicas: other jobs that share the batch with this one; they are not in ``world``.
     """
 
-    def __init__(self, device: torch.device, degrees: ParallelDims):
+    def __init__(self, device: torch.device, degrees: ParallelDims, replicas: Replicas | None = None):
         self.degrees = degrees
+        self.replicas = Replicas() if replicas is None else replicas
         self.world = init_device_mesh(
             device.type, astuple(degrees), mesh_dim_names=tuple(field.name for field in fields(degrees))
         )

@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.errors import FaultError
-from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 from torchtrain.models.loss import TokenLoss
 
@@ -68,7 +67,7 @@ class NonFiniteGuard:
     """
 
     config: FaultsConfig
-    stop: StopRequest
+    stop: Request
     window: SpikeDetector
     record_event: Callable[[int, str, dict[str, Any]], None]
     save: Request | None = None

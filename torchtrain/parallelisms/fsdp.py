@@ -44,6 +44,8 @@ def apply_fsdp(
         if mesh.size() > 1:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if reducer.after_all_reduce is not None:
+            module.set_all_reduce_hook(reducer.after_all_reduce)
         reduce_scatter = reducer.reduce_scatter()
         if reduce_scatter is not None:
             module.set_custom_reduce_scatter(reduce_scatter)

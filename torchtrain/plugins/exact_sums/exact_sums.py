@@ -23,6 +23,7 @@ from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
+from torchtrain.distributed.replicas import Replicas
 from torchtrain.logging import logger
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
 from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
@@ -43,13 +44,15 @@ class ExactGradientReducer(GradientReducer):
     def __init__(self, config: JobConfig, mesh: Mesh) -> None:
         # Always 2-D (replicate, shard), because FSDP accumulates microbatches in its reduce_dtype only with HSDP.
         super().__init__(mesh.hsdp, torch.int64)
-        self.state = self.sums = ExactSums(torch.device(mesh.world.device_type))
+        self.state = self.sums = ExactSums(torch.device(mesh.world.device_type), mesh.replicas)
+        if mesh.replicas.connected:
+            self.after_all_reduce = mesh.replicas.all_reduce
         self.param_dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
         self.transport = config.parallelism.fsdp_exact_transport
         degrees = mesh.degrees
-        # Upper bound on the summands of a gradient element per row of a rank, reached with one row per microbatch.
-        # Gradients of norms are also summed over tensor-parallel ranks.
-        self.summands_per_row = degrees.batch * degrees.context * degrees.tensor
+        # Upper bound on the summands of a gradient element, reached with one row per microbatch: of all rows, however
+        # they are divided among ranks and replicas. Gradients of norms are also summed over tensor-parallel ranks.
+        self.summands = config.training.global_batch_size * degrees.context * degrees.tensor
 
     @classmethod
     def build(cls, config: JobConfig, mesh: Mesh) -> GradientReducer:
@@ -62,8 +65,8 @@ class ExactGradientReducer(GradientReducer):
     def reduce_scatter(self) -> ReduceScatter:
         return ExactReduceScatter(self.sums, self.param_dtype, self.mesh, self.transport, self.elements_at_once)
 
-    def begin(self, rows: int) -> None:
-        self.sums.begin(rows * self.summands_per_row)
+    def begin(self, rows: int) -> None:  # noqa: ARG002
+        self.sums.begin(self.summands)
 
     def finish(self, model_parts: Sequence[nn.Module]) -> bool:
         fits = self.sums.finish(model_parts)
@@ -99,7 +102,8 @@ class CPUExactGradientReducer(ExactGradientReducer):
 class ExactSums(Stateful):
     """Chooses the spacing of exact sums, identical on all ranks. Its state, saved in checkpoints, determines it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, replicas: Replicas | None = None) -> None:
+        self.replicas = Replicas() if replicas is None else replicas
         self.exponent = UNKNOWN  # of a power of two above the last step's largest summand
         self.device = device
         self.limit = self.spacing = 0  # exponents of two
@@ -141,6 +145,8 @@ class ExactSums(Stateful):
             cast(DTensor, p.grad).to_local() for part in model_parts for p in part.parameters() if p.grad is not None
         ]
         maximum = torch.stack(self.largest).nan_to_num(nan=math.inf, posinf=math.inf).amax()  # MAX would lose NaN
+        # In this order, so that the ranks of a replica agree also if the reduction over replicas fails on one of them.
+        self.replicas.all_reduce(maximum, dist.ReduceOp.MAX)
         all_reduce(maximum, op=dist.ReduceOp.MAX)
         largest = maximum.item()
         scale = 2.0**self.spacing if math.isfinite(largest) else math.nan

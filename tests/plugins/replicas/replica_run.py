@@ -1,0 +1,287 @@
+"""Runs of several replicas in forked processes, and places in a step at which one of them is killed."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest.mock import patch
+
+from forked_run import read_metrics, same_tensors, saved_tensors
+from forkserver import context, free_port
+
+from torchtrain.models.llama import TransformerConfig
+
+DEADLINE_SECONDS = 240
+SHAPE = TransformerConfig(dim=16, n_layers=2, n_heads=2, n_kv_heads=2, ffn_dim=32, vocab_size=4096, max_seq_len=16)
+PLACES = (
+    *("forward", "all-reduce", "before clipping", "before the vote", "after the vote"),
+    *("between optimizers", "after the update", "in a save"),
+)
+
+CONFIG = """
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+decay_type = "constant"
+[training]
+local_batch_size = 1
+global_batch_size = 12
+seq_len = 16
+steps = 12
+sums = "exact"
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+enable_report = false
+[checkpoint]
+interval = 5
+interval_minutes = 0
+keep_latest_k = 0
+"""
+
+
+@dataclass
+class Kill:
+    """SIGKILL of rank ``rank`` of a replica in ``step``, at one of ``PLACES``; also slows steps down."""
+
+    step: int = 0
+    place: str = ""
+    rank: int = 0
+    slow_seconds: float = 0.0
+
+    def now(self, place: str, step: int) -> None:
+        """Die if this is the place."""
+        if place == self.place and step >= self.step > 0 and int(os.environ["RANK"]) == self.rank:
+            sys.stderr.write(f"killed: {place}, step {step}\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        """Patch the trainer of this process."""
+        import torchtrain.checkpoint.manager as manager
+        from torchtrain.config.registry import STEP_HOOKS
+        from torchtrain.metrics.step_hook import StepHook
+        from torchtrain.plugins.replicas.group import ReplicaGroup
+
+        kill = self
+        trainers: list[Any] = []
+
+        def step() -> int:
+            return int(trainers[0].step) + 1 if trainers else 0
+
+        class Killer(StepHook):
+            def before_microbatch(self, index: int) -> None:
+                time.sleep(kill.slow_seconds)
+                kill.now("forward", step() if index == 1 else 0)
+
+            def after_gradients(self) -> None:
+                kill.now("before clipping", step())
+
+            def after_update(self) -> None:
+                kill.now("after the update", step())
+
+        @STEP_HOOKS.register("killer")
+        def killer(trainer: Any) -> StepHook:
+            trainers.append(trainer)
+            parts = trainer.optimizer.optimizers
+            original_steps = [part.step for part in parts]
+
+            def step_of(number: int, *arguments: Any) -> None:
+                original_steps[number](*arguments)
+                if number == 0:
+                    kill.now("between optimizers", step())
+
+            for number, part in enumerate(parts):
+                part.step = partial(step_of, number)
+            return Killer()
+
+        vote, reduce, save = ReplicaGroup.vote, ReplicaGroup.all_reduce, manager.save_tensors
+
+        def voting(group: ReplicaGroup) -> None:
+            kill.now("before the vote", step())
+            vote(group)
+            kill.now("after the vote", step())
+
+        def reducing(group: ReplicaGroup, tensor: Any, *arguments: Any) -> None:
+            if tensor.numel() > 500 and tensor.ndim == 1 and trainers:
+                allreduce = group._pg.allreduce
+
+                def killed(*of: Any) -> Any:
+                    work = allreduce(*of)
+                    kill.now("all-reduce", step())
+                    return work
+
+                with patch.object(group._pg, "allreduce", killed):
+                    reduce(group, tensor, *arguments)
+            else:
+                reduce(group, tensor, *arguments)
+
+        def saving(*arguments: Any, **options: Any) -> None:
+            kill.now("in a save", step())
+            save(*arguments, **options)
+
+        ReplicaGroup.vote, ReplicaGroup.all_reduce = voting, reducing  # type: ignore[method-assign]
+        manager.save_tensors = saving
+
+
+def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Callable[[], object], log: Path) -> NoReturn:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
+    with log.open("a", buffering=1) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    import torch
+
+    from torchtrain.train import main
+
+    torch.set_num_threads(1)
+    hook()
+    with patch("torchtrain.models.model_config.flavor_config", lambda *_: SHAPE):
+        code = main(argv)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+class Replicas:
+    """A lighthouse, and replicas that train with ``folder`` as the dump folder; logs are in ``folder/logs``."""
+
+    def __init__(self, folder: Path, *options: str, ranks: int = 1) -> None:
+        from torchft.coordination import LighthouseServer
+
+        self.folder, self.options, self.ranks = folder, options, ranks
+        (folder / "logs").mkdir(parents=True)
+        (folder / "test.toml").write_text(CONFIG)
+        self.lighthouse = LighthouseServer(
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=2_000
+        )
+        self.processes: dict[str, list[Any]] = {}
+        self.starts = 0
+        self.deaths = 0
+
+    def start(self, replica: str, kill: Kill | None = None, *options: str) -> None:
+        """Start the processes of a replica, in place of dead ones."""
+        port = free_port()
+        self.starts += 1
+        address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
+        argv = ["--job.config_file", str(self.folder / "test.toml"), "--job.dump_folder", str(self.folder)]
+        argv += ["--replicas.lighthouse", address, "--replicas.id", replica, "--replicas.host", "127.0.0.1"]
+        argv += [*self.options, *options]
+        self.processes[replica] = [
+            context().Process(
+                target=_main,
+                args=(rank, self.ranks, port, argv, (kill or Kill()).install, self.log(replica, rank)),
+                daemon=True,
+            )
+            for rank in range(self.ranks)
+        ]
+        for process in self.processes[replica]:
+            process.start()
+
+    def log(self, replica: str, rank: int = 0) -> Path:
+        return self.folder / f"logs/{replica}-{rank}.log"
+
+    def output(self) -> str:
+        return "\n".join(f"{log.name}:\n{log.read_text()}" for log in sorted((self.folder / "logs").iterdir()))
+
+    def kill(self, replica: str, rank: int | None = None, number: int = signal.SIGKILL) -> None:
+        """Send a signal to a rank of a replica, or to all of its ranks."""
+        for of, process in enumerate(self.processes[replica]):
+            if rank in (None, of) and process.exitcode is None:
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def codes(self, replica: str) -> list[int | None]:
+        return [process.exitcode for process in self.processes[replica]]
+
+    def is_dead(self, replica: str) -> bool:
+        return all(code is not None for code in self.codes(replica))
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+
+    def wait_for_death(self, replica: str) -> None:
+        """Wait until a replica that is killed at a place has died, and kill its other ranks, as torchrun does."""
+        self.wait_until(lambda: any(code is not None for code in self.codes(replica)))
+        self.kill(replica)
+        self.wait_until(lambda: self.is_dead(replica))
+        self.deaths += 1
+
+    def wait(self) -> dict[str, list[int | None]]:
+        """Wait for all replicas; returns their exit codes."""
+        self.wait_until(lambda: all(map(self.is_dead, self.processes)))
+        return {replica: self.codes(replica) for replica in self.processes}
+
+    def step(self) -> int:
+        """The last step in the run's metrics, or in those of a replica."""
+        steps = [0]
+        for folder in (self.folder, *self.folder.glob("replicas/*")):
+            with suppress(ValueError):  # a line that is being written
+                steps += [line["step"] for line in read_metrics(folder) if "loss" in line]
+        return max(steps)
+
+    def end(self) -> None:
+        """Kill what is left."""
+        for replica in self.processes:
+            self.kill(replica, number=signal.SIGCONT)
+            self.kill(replica)
+            for process in self.processes[replica]:
+                process.join()
+        self.lighthouse.shutdown()
+
+
+def curves(folder: Path) -> list[tuple[int, str, str]]:
+    """Step, loss and gradient norm of each line of metrics in the dump folder, in its order, with all bits."""
+    return [
+        (line["step"], line["loss"].hex(), line["grad_norm"].hex())
+        for line in read_metrics(folder)
+        if "loss" in line and "event" not in line
+    ]
+
+
+@dataclass
+class Reference:
+    """A run that nothing has disturbed."""
+
+    folder: Path
+    tensors: dict[str, Any] = field(init=False)
+    curve: dict[int, tuple[int, str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.curve = {line[0]: line for line in curves(self.folder)}
+        self.tensors = saved_tensors(self.folder, max(self.curve))
+
+
+def differences(run: Path, reference: Reference) -> list[str]:
+    """In what a run of replicas differs from the reference: last checkpoint, and each loss and norm that was logged."""
+    found = []
+    last = max(reference.curve)
+    if not same_tensors(saved_tensors(run, last), reference.tensors):
+        found.append("the last checkpoint")
+    main = curves(run)
+    if [line[0] for line in main] != sorted(reference.curve):
+        found.append(f"steps {[line[0] for line in main]} in the run's metrics")
+    for folder in (run, *run.glob("replicas/*")):
+        found += [f"{folder.name}: {line}" for line in curves(folder) if line != reference.curve[line[0]]]
+    return found
+
+
+def kill_and_restart(replicas: Replicas, victims: Sequence[str], kill: Kill) -> dict[str, list[int | None]]:
+    """Train with the replicas "0", "1" and so on of which ``victims`` die, and start again; returns exit codes."""
+    for number in range(3):
+        replica = str(number)
+        replicas.start(replica, kill if replica in victims else None)
+    for victim in victims:
+        replicas.wait_for_death(victim)
+        replicas.start(victim)
+    return replicas.wait()

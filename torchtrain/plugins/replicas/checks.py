@@ -1,0 +1,67 @@
+"""Check the options of a run of replicas before any work starts."""
+
+from importlib.util import find_spec
+
+from torchtrain.config.registry import EXPORTERS
+from torchtrain.config.schema import JobConfig
+from torchtrain.errors import ConfigError
+from torchtrain.plugins.replicas.options import ReplicasConfig
+
+STREAMED = ("remote_files", "hub")
+
+
+def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
+    """Raise ConfigError if replicas cannot train with ``config``, or a package is missing."""
+    if find_spec("torchft") is None:
+        raise ConfigError("replicas.lighthouse needs the package torchft: pip install 'torchtrain[elastic]'")
+    if not replicas.own_id:
+        raise ConfigError(
+            "replicas.id is empty, and neither SLURM_ARRAY_TASK_ID nor JOB_COMPLETION_INDEX is set: give each replica "
+            "a name of its own, such as --replicas.id 0"
+        )
+    if not all(character.isalnum() or character in "-_." for character in replicas.own_id) or replicas.own_id[0] == ".":
+        raise ConfigError(f"replicas.id = {replicas.own_id!r} names a folder: take letters, digits, '-' and '_'")
+    if config.training.sums != "exact":
+        raise ConfigError(
+            f"training.sums = {config.training.sums!r} rounds sums in an order that depends on the living replicas: "
+            "with replicas.lighthouse set training.sums = 'exact'"
+        )
+    for is_set, option in (
+        (
+            config.stages or config.training.global_batch_size_schedule,
+            "[[stages]] and training.global_batch_size_schedule",
+        ),
+        (any(source.source_type in STREAMED for source in config.data.all), "streamed data (by URL, or from the hub)"),
+        (config.data.when_exhausted != "repeat", "data.when_exhausted = 'stop'"),
+        (config.faults.on_nonfinite == "rollback", "faults.on_nonfinite = 'rollback'"),
+        (config.metrics.enable_loss_by_source, "metrics.enable_loss_by_source"),
+        (config.metrics.norms_freq, "metrics.norms_freq"),
+        (config.debug.fingerprint_steps, "debug.fingerprint_steps"),
+        (config.training.enable_cpu_offload, "training.enable_cpu_offload"),
+        (
+            any(EXPORTERS[name](config) is not None for name in EXPORTERS),
+            "an export at the end (checkpoint.last_save_in_hf)",
+        ),
+    ):
+        if is_set:
+            raise ConfigError(
+                f"{option} cannot be combined with replicas.lighthouse: change it, or run one replica without a "
+                "lighthouse (docs/replicas.md)"
+            )
+    if config.training.global_batch_size == -1:
+        raise ConfigError(
+            "training.global_batch_size = -1 depends on the number of ranks: with replicas.lighthouse give the number "
+            "of rows that all replicas have together"
+        )
+    collective, quorum = replicas.collective_timeout_seconds, replicas.quorum_timeout_seconds
+    step = config.comm.train_timeout_seconds
+    if not collective < step:
+        raise ConfigError(
+            f"replicas.collective_timeout_seconds = {collective} must be below comm.train_timeout_seconds = {step}: a "
+            "replica must notice that another one hangs before its own ranks count as hanging"
+        )
+    if not collective < quorum:
+        raise ConfigError(
+            f"replicas.quorum_timeout_seconds = {quorum} must be above replicas.collective_timeout_seconds = "
+            f"{collective}: the others may have to notice first that a replica hangs"
+        )

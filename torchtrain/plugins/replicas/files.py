@@ -1,0 +1,93 @@
+"""The run's files: those of the replica that leads, so that several replicas write one curve."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torchtrain.logging import BestEffort
+from torchtrain.metrics.writers import append, rename_files_of_other_run
+
+METRICS = "metrics.jsonl"
+COPIED = ("config.toml", "report.md", "curves.png")
+
+
+class RunFiles:
+    """Copies what this replica has written to its own folder into the folder of the run, while it leads.
+
+    Args:
+        run_folder: ``job.dump_folder`` of the run.
+        own_folder: that of this replica.
+    """
+
+    def __init__(self, run_folder: Path, own_folder: Path) -> None:
+        self.run_folder, self.own_folder = run_folder, own_folder
+        self._read = (own_folder / METRICS).stat().st_size if (own_folder / METRICS).exists() else 0
+        self._begun = self._read  # the lines of this process begin here
+        self._leads = False
+        self._known: set[tuple[Any, ...]] = set()
+        self._best_effort = BestEffort(f"the metrics in {run_folder}")
+
+    def begin_run(self, run: str, resumed: bool) -> None:
+        """This replica begins the run, or resumes it from a checkpoint: its event "start" is that of the run."""
+        with self._best_effort:
+            self.run_folder.mkdir(parents=True, exist_ok=True)
+            rename_files_of_other_run(self.run_folder, run, resumed)
+            self._leads = True
+
+    def update(self, leads: bool) -> None:
+        """Copy the lines written since the last call, if this replica leads.
+
+        When it begins to lead, it adds those that the replica before it has not written any more.
+        """
+        with self._best_effort:
+            if leads and not self._leads:
+                self._known = {_key(line) for line in _lines(self.run_folder / METRICS)}
+                self._read = self._begun
+            self._leads = leads
+            if leads:
+                self._copy_lines()
+
+    def end(self) -> None:
+        """Copy the other files, at the end of training."""
+        with self._best_effort:
+            if self._leads:
+                self._copy_lines()
+                for name in COPIED:
+                    if (self.own_folder / name).exists():
+                        shutil.copyfile(self.own_folder / name, self.run_folder / name)
+
+    def _copy_lines(self) -> None:
+        file = self.own_folder / METRICS
+        if not file.exists():
+            return
+        with file.open("rb") as opened:
+            opened.seek(self._read)
+            content = opened.read()
+        content = content[: content.rfind(b"\n") + 1]
+        self._read += len(content)
+        for text in content.splitlines():
+            line = json.loads(text)
+            # Of a replica that takes over, its own start is none of the run.
+            if self._known and (line.get("event") == "start" or _key(line) in self._known):
+                continue
+            append(self.run_folder / METRICS, text + b"\n", after=b"\n")
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """The lines of the run that count: those before a start or a rollback, beyond its step, do not."""
+    lines: list[dict[str, Any]] = []
+    for text in file.read_bytes().splitlines() if file.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:  # cut short by a kill
+            continue
+        if line.get("event") in ("start", "rolled_back"):
+            lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
+        lines.append(line)
+    return lines
+
+
+def _key(line: dict[str, Any]) -> tuple[Any, ...]:
+    """What a line is about: its step, and its event or the names of its numbers."""
+    return line["step"], line.get("event") or frozenset(line), line.get("replica")

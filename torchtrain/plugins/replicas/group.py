@@ -1,0 +1,292 @@
+"""The replicas of a run and their collectives, by torchft: who lives, replaceable groups, transfer of state."""
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented
+
+from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.process_group import all_reduce
+from torchtrain.distributed.replicas import Replicas, StepDiscarded
+from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.logging import logger
+from torchtrain.models.loss import TokenLoss
+from torchtrain.plugins.replicas.options import ReplicasConfig
+
+NAME_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a replica tells the others at the beginning of a step."""
+
+    present: int
+    """1: a sum over replicas has another value if two of them see different members."""
+    since: int
+    """The step that was complete when it became a member; 0 for those that begin the run."""
+    saved: int
+    """The last step that it has saved; -1: none."""
+    stopping: int
+    """Whether it was asked to stop, and all others with it."""
+    options: int
+    """Hash of its config, apart from what may differ between replicas."""
+    run: str
+    """The id of the run."""
+    name: str
+    """``replicas.id``, shortened to ``NAME_BYTES``."""
+
+    @staticmethod
+    def of(row: Sequence[int]) -> "Member":
+        """The member with this ``row``."""
+        name = _bytes_of(row[7:9]).rstrip(b"\0").decode(errors="replace")
+        present, since, saved, stopping, options = row[:5]
+        return Member(present, since, saved, stopping, options, _bytes_of(row[5:7]).hex(), name)
+
+    @property
+    def row(self) -> list[int]:
+        """This member as integers, for a sum over replicas."""
+        name = self.name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+        numbers = [self.present, self.since, self.saved, self.stopping, self.options]
+        return [*numbers, *_integers_of(bytes.fromhex(self.run)), *_integers_of(name)]
+
+
+def _integers_of(content: bytes) -> list[int]:
+    return [int.from_bytes(half, "big", signed=True) for half in (content[:8], content[8:])]
+
+
+def _bytes_of(integers: Sequence[int]) -> bytes:
+    return b"".join(half.to_bytes(8, "big", signed=True) for half in integers)
+
+
+class ReplicaGroup(Replicas):
+    """This replica among the living ones. Every rank has one, which connects it with the ranks of the same number.
+
+    Attributes:
+        members: the members of the current step, by their number.
+        number: the number of this replica among them.
+        step: the steps that are complete, which the lighthouse compares: who is behind takes the state of another.
+    """
+
+    connected = True
+
+    def __init__(self, config: ReplicasConfig) -> None:
+        self.config = config
+        self.members: list[Member] = []
+        self.number = 0
+        self.has_joined = False
+        """Whether the last ``begin`` has taken the state of another replica."""
+        self.since = 0
+        self.is_stopping: Callable[[], bool] = lambda: False
+        self.stop_all: Callable[[], None] = lambda: None
+        self.last_saved = -1
+        self.discarded = 0
+        self._manager: Any = None
+        self._pg: Any = None
+
+    def connect(
+        self,
+        state: Callable[[], Mapping[str, Tensor]],
+        load: Callable[[Mapping[str, Tensor]], None],
+        *,
+        run: str,
+        options: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Register this replica at the lighthouse. Collective in the replica.
+
+        Args:
+            state: returns this rank's part of all state, for a replica that joins.
+            load: loads what ``state`` returns on the rank of the same number of another replica.
+            run: the id of the run, 32 hexadecimal digits.
+            options: see ``Member``.
+            group: a gloo group of all ranks of this replica.
+        """
+        os.environ.setdefault("RUST_LOG", "warn")  # torchft logs each step
+        from torchft import Manager, ProcessGroupGloo
+
+        def loaded(values: Mapping[str, Tensor]) -> None:
+            load(values)
+            self.has_joined = True
+
+        config, ranks, rank = self.config, dist.get_world_size(), dist.get_rank()
+        self.run, self.options, self._group = run, options, group
+        host = broadcast_from_rank0(lambda: config.host or socket.gethostname(), group)
+        # A store of its own: that of torchrun outlives the ranks, and would have the addresses of dead ones.
+        self._store: Any = None
+
+        def start_store() -> int:
+            self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            return int(self._store.port)
+
+        port = broadcast_from_rank0(start_store, group)
+        timeout = timedelta(seconds=config.collective_timeout_seconds)
+        self._pg = ProcessGroupGloo(timeout=timeout)
+        self._manager = Manager(
+            pg=self._pg,
+            load_state_dict=loaded,
+            state_dict=lambda: dict(state()),
+            min_replica_size=config.min,
+            use_async_quorum=False,
+            timeout=timeout,
+            quorum_timeout=timedelta(seconds=config.quorum_timeout_seconds),
+            connect_timeout=timeout,
+            rank=rank,
+            world_size=ranks,
+            store_addr=host,
+            store_port=port,
+            lighthouse_addr=config.lighthouse,
+            replica_id=config.own_id,
+            hostname=host,
+            init_sync=False,  # all begin with the same weights, by the seed
+            quorum_retries=config.lighthouse_retries,
+        )
+
+    @property
+    def step(self) -> int:
+        return int(self._manager.current_step())
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+
+    @property
+    def size(self) -> int:
+        """The number of living replicas."""
+        return len(self.members)
+
+    @property
+    def leader(self) -> int:
+        """The number of the replica that writes the run's files: the one that has been a member for the longest."""
+        return min(range(self.size), key=lambda number: (self.members[number].since, number))
+
+    @property
+    def is_leader(self) -> bool:
+        return self.leader == self.number
+
+    @property
+    def failed(self) -> bool:
+        """Whether a collective of this step has failed on this rank."""
+        return self._manager.errored() is not None
+
+    def begin(self) -> None:
+        """Agree on the living replicas; if this one is behind another, take its state. Collective.
+
+        Raises:
+            StorageError: the lighthouse does not answer, or the other replicas do not come.
+        """
+        self.has_joined = False
+        while True:
+            before = self.step
+            try:
+                self._manager.start_quorum()
+            except TorchtrainError:  # by ``load``
+                raise
+            except Exception as error:  # torchft has no error of its own
+                raise StorageError(
+                    f"no quorum of replicas in {self.config.quorum_timeout_seconds} s "
+                    f"(replicas.quorum_timeout_seconds) from the lighthouse {self.config.lighthouse}: "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+            if not self.failed:
+                self._meet()
+            steps = torch.tensor([int(self.failed), -self.step, self.step])
+            all_reduce(steps, self._group, dist.ReduceOp.MAX)
+            failed, least, most = steps.tolist()
+            if not failed and -least == most:
+                if self.has_joined:
+                    self.since = self.step
+                self._adopt()
+                return
+            logger.warning("replicas: the members could not be connected; they are asked for again")
+            self.fail("a rank of this replica was not connected")
+            self.step = before  # a rank may have taken the state of another replica already: it takes it again
+            self._manager.should_commit()
+            self._count_discarded()
+
+    def _meet(self) -> None:
+        """Exchange what a ``Member`` is."""
+        self.number, size = self._manager.participating_rank() or 0, self._manager.num_participants()
+        since = self.step if self.has_joined else self.since
+        own = Member(1, since, self.last_saved, int(self.is_stopping()), self.options, self.run, self.config.own_id).row
+        table = torch.zeros(size, len(own), dtype=torch.int64)
+        table[self.number] = torch.tensor(own)
+        self.all_reduce(table)
+        self.members = [Member.of(row) for row in table.tolist()]
+        if any(member.present != 1 for member in self.members):
+            self.fail("the replicas see different members")
+
+    def _adopt(self) -> None:
+        """Take over what the members have agreed on."""
+        leader = self.members[self.leader]
+        self.require_options(leader.options)
+        self.run = leader.run
+        if any(member.stopping for member in self.members):
+            self.stop_all()
+
+    def require_options(self, of_others: int) -> None:
+        """Raise ConfigError unless the options of this replica are those of a running one, by their hash."""
+        if of_others != self.options:
+            raise ConfigError(
+                "this replica has other options than those that run: all replicas need the same config, apart from "
+                "[replicas], and the same number of ranks"
+            )
+
+    def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        if self.failed or self._manager.num_participants() == 1:
+            return
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        # gloo, also for tensors on GPUs: aborting a communicator of NCCL may hang.
+        on_host = tensor.cpu() if tensor.is_cuda else tensor
+        try:
+            self._pg.allreduce([on_host], options).wait()
+        except Exception as error:
+            self.fail(f"a replica has left: {str(error).splitlines()[0]}")
+            return
+        if on_host is not tensor:
+            tensor.copy_(on_host)
+
+    def sum_loss(self, loss: TokenLoss) -> TokenLoss:
+        parts = [loss.total, loss.tokens] if loss.z is None else [loss.total, loss.tokens, loss.z]
+        sums = torch.stack([part.double() for part in parts])
+        self.all_reduce(sums)
+        total, tokens, *z = sums.unbind()
+        return TokenLoss(total, tokens.long(), *z)
+
+    def fail(self, why: str) -> None:
+        """Discard this step."""
+        if self.failed:
+            return
+        logger.warning("replicas: %s", why)
+        self._manager.report_error(RuntimeError(why))
+        # Closes this rank's connections, so that other replicas do not wait for it until the timeout.
+        self._pg.abort()
+
+    def vote(self) -> None:
+        if self._manager.should_commit():
+            self.discarded = 0
+            return
+        self._count_discarded()
+        raise StepDiscarded
+
+    def _count_discarded(self) -> None:
+        self.discarded += 1
+        if self.discarded > self.config.max_discarded:
+            raise StorageError(
+                f"{self.discarded} attempts of step {self.step + 1} in a row were discarded (replicas.max_discarded = "
+                f"{self.config.max_discarded}): replicas die again and again, or do not reach each other"
+            )
+
+    def close(self) -> None:
+        """Leave: the others no longer wait for this replica."""
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._pg.abort()
+            self._manager = None

@@ -1,0 +1,288 @@
+"""The trainer of a replica: it takes each step together with the replicas that live, and repeats a discarded one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint.stateful import Stateful
+
+from torchtrain.checkpoint.other_formats import Exporter
+from torchtrain.checkpoint.states import flatten
+from torchtrain.config.parse import to_toml
+from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.datasets.dataloader import Batch
+from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.mesh import local
+from torchtrain.distributed.process_group import rank, world_size
+from torchtrain.distributed.replicas import Replicas, StepDiscarded
+from torchtrain.errors import SupersededError
+from torchtrain.fault_tolerance.nonfinite_guard import Request
+from torchtrain.fault_tolerance.stop_request import StopRequest
+from torchtrain.logging import logger
+from torchtrain.metrics.writers import has_validation
+from torchtrain.models.loss import TokenLoss
+from torchtrain.plugins.replicas.checks import check_config
+from torchtrain.plugins.replicas.files import RunFiles
+from torchtrain.plugins.replicas.group import ReplicaGroup
+from torchtrain.plugins.replicas.options import ReplicasConfig
+from torchtrain.plugins.replicas.place import PlaceState
+from torchtrain.plugins.replicas.rows import rows_of
+from torchtrain.trainer import Trainer
+
+OPTIONS = "replicas.options"
+
+
+class ReplicaTrainer(Trainer):
+    """Trains as ``Trainer`` does, on those rows of each batch that are left to this replica.
+
+    The outputs of a replica are in ``replicas/ID`` in the dump folder, its checkpoints in the folder of the run.
+    """
+
+    takes_lease: ClassVar[bool] = False
+
+    def __init__(self, config: JobConfig, *arguments: Any, **options: Any) -> None:
+        self.replica_config = section_of(config, ReplicasConfig)
+        check_config(config, self.replica_config)
+        self.run_folder = Path(config.job.dump_folder)
+        own_folder = self.run_folder / "replicas" / self.replica_config.own_id
+        self.files = RunFiles(self.run_folder, own_folder)
+        checkpoints = config.checkpoint.location(self.run_folder.absolute())
+        self.options = _hash(config)
+        super().__init__(
+            replace(
+                config,
+                job=replace(config.job, dump_folder=str(own_folder)),
+                checkpoint=replace(config.checkpoint, folder=checkpoints),
+            ),
+            *arguments,
+            **options,
+        )
+        if self.replica_config.on_stop == "all":
+            shared = SharedStop(self.stop)
+            self.guard.stop = shared
+            self.group.is_stopping = lambda: self.stop.pending
+            self.group.stop_all = shared.request
+            if self.validator is not None:
+                self.validator.must_stop = lambda: False  # the step after it stops
+
+    def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
+        self.group = ReplicaGroup(self.replica_config)
+        return self.group
+
+    def states(self) -> dict[str, Stateful]:
+        self.place = PlaceState(self.dataloader, self.mesh)
+        return super().states() | {"loader": self.place}
+
+    def resume(self) -> int:
+        """Take the state of a replica that runs, or load the checkpoint if there is none."""
+        lease = self.checkpointer.lease
+        self.group.connect(
+            self.live_state, self.load_live_state, run=lease.run, options=self.options, group=self.gloo_group
+        )
+        self.group.begin()
+        begins = not self.group.has_joined
+        if begins and self.checkpointer.start.step is not None:
+            self.group.step = self.group.since = self.checkpointer.resume() or 0
+            self.group.begin()  # others may have loaded another checkpoint
+        self.checkpointer.lease = replace(lease, run=self.group.run)
+        if begins and self.group.is_leader and rank() == 0:
+            self.files.begin_run(self.group.run, resumed=self.group.step > 0)
+        self._has_begun = True
+        how = f"takes the state of step {self.group.step}" if self.group.has_joined else "begins"
+        logger.info("replicas: %s %s; %s", self.name, how, self.describe())
+        return self.group.step
+
+    @property
+    def name(self) -> str:
+        """This replica, for messages."""
+        return f"replica {self.replica_config.own_id!r}"
+
+    def describe(self) -> str:
+        """The members, for messages."""
+        names = ", ".join(member.name for member in self.group.members)
+        return f"members: {names}; {self.group.members[self.group.leader].name} writes the run's files"
+
+    def live_state(self) -> dict[str, Tensor]:
+        """This rank's part of all states, for a replica that joins, and the hash of the options."""
+        tensors = {name: local(tensor) for name, tensor in flatten(self.checkpointer.states).items()}
+        return {OPTIONS: torch.tensor(self.options), **tensors}
+
+    @torch.no_grad()
+    def load_live_state(self, state: Mapping[str, Tensor]) -> None:
+        """Load the ``live_state`` of the rank of this number in another replica."""
+        self.group.require_options(int(state[OPTIONS]))
+        states = self.checkpointer.states
+        tensors = flatten(states)
+        for name, tensor in tensors.items():
+            local(tensor).copy_(state[name])
+        for name, of in states.items():
+            of.load_state_dict(
+                {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
+            )
+
+    def train(self) -> int:
+        try:
+            return super().train()
+        finally:
+            self.group.close()
+            self.files.end()
+
+    def run_steps(self) -> None:
+        super().run_steps()
+        if self.step >= self.config.training.steps:
+            self.wait_for_last_save()
+        self.group.close()
+
+    def take_step(self, batches: Iterator[Batch]) -> tuple[TokenLoss, Tensor] | None:
+        while True:
+            self.begin_step()
+            if self.step >= self.config.training.steps:  # taken from a replica that has completed the run
+                return None
+            with self.watchdog.watch(f"step {self.step + 1}"):
+                batch = next(batches)
+                place = self.place.next(self.group, self.gloo_group)
+                before = {name: tensor.clone() for name, tensor in self.changing_state().items()}
+                try:
+                    result = self.train_step(self.step + 1, batch)
+                except StepDiscarded:
+                    self.discard_step(before)
+                    continue
+                self.step += 1
+                self.place.place.copy_(place)
+                self.guard.must_roll_back(self.step)
+            return result
+
+    def begin_step(self) -> None:
+        """Agree on the members, follow a replica that is ahead, and assign rows to this rank."""
+        if rank() == 0:
+            self.files.update(self.group.is_leader)
+        if not self._has_begun:
+            before = self.group.members
+            self.group.begin()
+            self.record_members(before)
+        self._has_begun = False
+        if self.group.step != self.step:
+            self.step = self.group.step
+            self.guard.reset()
+            self.metrics.restart(self.step)
+        if not self.group.is_leader:
+            self.forget_superseded_save()
+        training, dims = self.config.training, self.parallel_dims
+        rows = rows_of(
+            self.group.number,
+            self.group.size,
+            dims.batch_rank(rank()),
+            dims.batch,
+            global_batch_size=training.global_batch_size,
+            local_batch_size=training.local_batch_size,
+        )
+        self.place.read(rows)
+
+    def changing_state(self) -> dict[str, Tensor]:
+        """The state that changes before the vote."""
+        sums = self.model.reducer.state
+        return {} if sums is None else sums.state_dict()
+
+    def discard_step(self, before: dict[str, Tensor]) -> None:
+        """Undo what the discarded step has changed."""
+        self.optimizer.zero_grad()
+        if self.model.reducer.state is not None:
+            self.model.reducer.state.load_state_dict(before)
+        self.place.discard()
+        logger.warning("replicas: step %d is discarded, and computed again", self.step + 1)
+        self.metrics.record_event(self.step + 1, "step_discarded", {})
+
+    def record_members(self, before: list[Any]) -> None:
+        """Log which replicas have left and joined since the members were ``before``."""
+        old, new = ({(member.name, member.since) for member in of} for of in (before, self.group.members))
+        for name, _ in sorted(old - new):
+            self.metrics.record_event(self.step, "replica_left", {"replica": name})
+            logger.warning("replicas: %s has left after step %d; %s", name, self.step, self.describe())
+        for name, _ in sorted(new - old):
+            self.metrics.record_event(self.step, "replica_joined", {"replica": name})
+            logger.info("replicas: %s has joined after step %d; %s", name, self.step, self.describe())
+
+    def save(self, last: bool, *, required: bool = True) -> None:
+        """As ``Trainer.save``, on the replica that leads; it acquires the writer lease first.
+
+        One that leaves on request does not let the others wait for its save.
+        """
+        if not self.checkpointer.is_due(self.step, last):
+            return
+        if not self.group.is_leader:
+            self.checkpointer.clock.agreed = False
+            self.checkpointer.clock.start()
+            return
+        leaves = self.stop.agreed and self.step < self.config.training.steps
+        if leaves:
+            self.group.close()
+        try:
+            with self.watchdog.watch(f"lease for step {self.step}"):
+                self.checkpointer.take_lease(self.step)
+            super().save(last, required=required)
+            self.group.last_saved = self.step
+        except SupersededError:
+            if not leaves:
+                raise
+            logger.info("replicas: another replica saves meanwhile")
+
+    def forget_superseded_save(self) -> None:
+        """A replica that led, hung and came back may have a save in progress that another one has superseded."""
+        try:
+            self.checkpointer.wait()
+        except SupersededError as error:
+            logger.warning("replicas: %s", error)
+
+    def wait_for_last_save(self) -> None:
+        """Leave only when a replica has saved the last step: if the one that does it dies, another one does."""
+        if not self.config.checkpoint.enable:
+            return
+        while all(member.saved != self.step for member in self.group.members):
+            before = self.group.members
+            self.group.begin()
+            self.record_members(before)
+            if self.group.is_leader and self.group.last_saved != self.step:
+                self.save(last=True)
+
+    def misses_validation(self) -> bool:
+        if not (self.config.validation.enable and self.step):
+            return False
+        file = self.run_folder / "metrics.jsonl"
+        return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
+
+    def missing_exports(self) -> list[Exporter]:
+        return []  # rejected by ``check_config``
+
+
+@dataclass
+class SharedStop(Request):
+    """A request to stop that all replicas have learned of, for ``NonFiniteGuard``: they stop after the same step."""
+
+    stop: StopRequest
+    pending: bool = False
+
+    @property
+    def agreed(self) -> bool:
+        return self.stop.agreed
+
+    @agreed.setter
+    def agreed(self, agreed: bool) -> None:
+        self.stop.agreed = agreed
+
+    def request(self) -> None:
+        """Stop after this step."""
+        self.pending = True
+
+
+def _hash(config: JobConfig) -> int:
+    """Hash of what must be equal in all replicas: the options and the number of ranks."""
+    same = replace(
+        config,
+        job=replace(config.job, dump_folder="", config_file=""),
+        plugins={name: section for name, section in config.plugins.items() if name != ReplicasConfig.section_name},
+    )
+    return xxhash.xxh3_64_intdigest(f"{world_size()} {to_toml(same)}".encode()) >> 1
