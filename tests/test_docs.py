@@ -43,9 +43,17 @@ AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; test_hf_to_hf.py runs it on small ones"
 ON_KUBERNETES = "tests/test_kubernetes.py runs it, or does what it does, with a local bucket"
 OWN_MODEL = "tests/test_own_model.py runs it"
+REPLICA = (
+    "./run_llama_train.sh --job.dump_folder outputs/replicas --training.sums exact --training.global_batch_size 16 "
+    "--replicas.lighthouse http://127.0.0.1:29510 --replicas.host 127.0.0.1 --replicas.id"
+)
+ON_A_LAPTOP = "tests/plugins/replicas/test_replicas.py runs it"
 # Commands that are not run, and the reason.
 LISTED = {
     "export PYTHONPATH=.": OWN_MODEL,
+    "torchft_lighthouse --min_replicas 1 --bind 127.0.0.1:29510": ON_A_LAPTOP,
+    f"{REPLICA} 0": ON_A_LAPTOP,
+    f"{REPLICA} 1": ON_A_LAPTOP,
     'OPTIONS="--job.import parallel_block --model.name parallel_block --training.steps 10 '
     '--training.mixed_precision_param float32"': OWN_MODEL,
     "./run_llama_train.sh $OPTIONS --job.dump_folder outputs/one": OWN_MODEL,

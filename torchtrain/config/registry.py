@@ -222,6 +222,7 @@ CONFIG_SECTIONS = Registry(
         "estimate": "torchtrain.plugins.planner",
         "prepare": "torchtrain.plugins.prepared_data",
         "recheck": "torchtrain.plugins.recheck",
+        "replicas": "torchtrain.plugins.replicas",
     },
 )
 """Subclasses of ``config.schema.Section``, by the name that they also pass to it."""

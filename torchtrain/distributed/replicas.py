@@ -1,11 +1,11 @@
 """What connects this job with other replicas of it; in a run without the plugin ``replicas``, nothing."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.models.loss import TokenLoss
+Loss = TypeVar("Loss")  # TokenLoss, which is in a layer beside this one
 
 
 class StepDiscarded(Exception):
@@ -26,8 +26,8 @@ class Replicas:
     def all_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Reduce ``tensor`` in place over the ranks of this number in all replicas. Collective over them."""
 
-    def sum_loss(self, loss: TokenLoss) -> TokenLoss:
-        """The sum of the losses of these ranks. Collective over them."""
+    def sum_loss(self, loss: Loss) -> Loss:
+        """The sum of ``loss``, a ``TokenLoss``, over these ranks. Collective over them."""
         return loss
 
     def vote(self) -> None:

@@ -131,7 +131,27 @@ class Kill:
         manager.save_tensors = saving
 
 
-def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Callable[[], object], log: Path) -> NoReturn:
+def wait_for_all(folder: Path, members: int) -> None:
+    """Patch this process: before its first step it waits until so many replicas are registered at the lighthouse.
+
+    So the first one to start does not train alone, and the replicas have the order of their names.
+    """
+    from torchtrain.plugins.replicas.group import ReplicaGroup
+
+    connect = ReplicaGroup.connect
+
+    def connected(group: ReplicaGroup, *arguments: Any, **options: Any) -> None:
+        connect(group, *arguments, **options)
+        (folder / f"connected-{group.config.own_id}").touch()
+        while len(list(folder.glob("connected-*"))) < members:
+            time.sleep(0.01)
+
+    ReplicaGroup.connect = connected  # type: ignore[method-assign]
+
+
+def _main(
+    rank: int, ranks: int, port: int, argv: list[str], hooks: Sequence[Callable[[], object]], log: Path
+) -> NoReturn:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -143,7 +163,8 @@ def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Callable[[], 
     from torchtrain.train import main
 
     torch.set_num_threads(1)
-    hook()
+    for hook in hooks:
+        hook()
     with patch("torchtrain.models.model_config.flavor_config", lambda *_: SHAPE):
         code = main(argv)
     sys.stderr.flush()
@@ -153,31 +174,46 @@ def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Callable[[], 
 class Replicas:
     """A lighthouse, and replicas that train with ``folder`` as the dump folder; logs are in ``folder/logs``."""
 
-    def __init__(self, folder: Path, *options: str, ranks: int = 1) -> None:
-        from torchft.coordination import LighthouseServer
-
-        self.folder, self.options, self.ranks = folder, options, ranks
+    def __init__(self, folder: Path, *options: str, ranks: int = 1, members: int = 3) -> None:
+        self.folder, self.options, self.ranks, self.members = folder, options, ranks, members
         (folder / "logs").mkdir(parents=True)
         (folder / "test.toml").write_text(CONFIG)
-        self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, quorum_tick_ms=20, heartbeat_timeout_ms=2_000
-        )
+        self.port = free_port()
+        self.lighthouse = self._start_lighthouse()
         self.processes: dict[str, list[Any]] = {}
         self.starts = 0
         self.deaths = 0
+
+    def _start_lighthouse(self) -> Any:
+        os.environ.setdefault("RUST_LOG", "warn")
+        from torchft.coordination import LighthouseServer
+
+        return LighthouseServer(
+            bind=f"127.0.0.1:{self.port}",
+            min_replicas=1,
+            join_timeout_ms=60_000,
+            quorum_tick_ms=20,
+            heartbeat_timeout_ms=2_000,
+        )
+
+    def restart_lighthouse(self) -> None:
+        """Replace the lighthouse by a new one, which knows nothing."""
+        self.lighthouse.shutdown()
+        self.lighthouse = self._start_lighthouse()
 
     def start(self, replica: str, kill: Kill | None = None, *options: str) -> None:
         """Start the processes of a replica, in place of dead ones."""
         port = free_port()
         self.starts += 1
-        address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
+        address = f"http://127.0.0.1:{self.port}"
         argv = ["--job.config_file", str(self.folder / "test.toml"), "--job.dump_folder", str(self.folder)]
         argv += ["--replicas.lighthouse", address, "--replicas.id", replica, "--replicas.host", "127.0.0.1"]
         argv += [*self.options, *options]
+        hooks = [(kill or Kill()).install, partial(wait_for_all, self.folder, self.members)]
         self.processes[replica] = [
             context().Process(
                 target=_main,
-                args=(rank, self.ranks, port, argv, (kill or Kill()).install, self.log(replica, rank)),
+                args=(rank, self.ranks, port, argv, hooks, self.log(replica, rank)),
                 daemon=True,
             )
             for rank in range(self.ranks)
@@ -277,11 +313,12 @@ def differences(run: Path, reference: Reference) -> list[str]:
 
 
 def kill_and_restart(replicas: Replicas, victims: Sequence[str], kill: Kill) -> dict[str, list[int | None]]:
-    """Train with the replicas "0", "1" and so on of which ``victims`` die, and start again; returns exit codes."""
+    """Train with the replicas "0", "1" and "2" of which ``victims`` die, and start again; returns exit codes."""
     for number in range(3):
         replica = str(number)
         replicas.start(replica, kill if replica in victims else None)
     for victim in victims:
         replicas.wait_for_death(victim)
+        assert "killed: " in replicas.log(victim, kill.rank).read_text()
         replicas.start(victim)
     return replicas.wait()

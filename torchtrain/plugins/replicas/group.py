@@ -1,7 +1,9 @@
 """The replicas of a run and their collectives, by torchft: who lives, replaceable groups, transfer of state."""
 
+import logging
 import os
 import socket
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +19,6 @@ from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.logging import logger
-from torchtrain.models.loss import TokenLoss
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
 NAME_BYTES = 16
@@ -87,6 +88,7 @@ class ReplicaGroup(Replicas):
         self.stop_all: Callable[[], None] = lambda: None
         self.last_saved = -1
         self.discarded = 0
+        self._has_loaded = False  # by the last quorum
         self._manager: Any = None
         self._pg: Any = None
 
@@ -108,12 +110,15 @@ class ReplicaGroup(Replicas):
             options: see ``Member``.
             group: a gloo group of all ranks of this replica.
         """
-        os.environ.setdefault("RUST_LOG", "warn")  # torchft logs each step
+        # torchft logs each step, and warns of what is missing on CPUs and of a buffer that is only read.
+        os.environ.setdefault("RUST_LOG", "warn")
+        logging.getLogger("torchft").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         from torchft import Manager, ProcessGroupGloo
 
         def loaded(values: Mapping[str, Tensor]) -> None:
             load(values)
-            self.has_joined = True
+            self._has_loaded = True
 
         config, ranks, rank = self.config, dist.get_world_size(), dist.get_rank()
         self.run, self.options, self._group = run, options, group
@@ -181,39 +186,50 @@ class ReplicaGroup(Replicas):
         Raises:
             StorageError: the lighthouse does not answer, or the other replicas do not come.
         """
-        self.has_joined = False
+        self.has_joined = is_torn = False
+        before = self.step
         while True:
-            before = self.step
-            try:
-                self._manager.start_quorum()
-            except TorchtrainError:  # by ``load``
-                raise
-            except Exception as error:  # torchft has no error of its own
-                raise StorageError(
-                    f"no quorum of replicas in {self.config.quorum_timeout_seconds} s "
-                    f"(replicas.quorum_timeout_seconds) from the lighthouse {self.config.lighthouse}: "
-                    f"{str(error).splitlines()[0]}"
-                ) from error
+            self._has_loaded = False
+            self._start_quorum()
             if not self.failed:
                 self._meet()
-            steps = torch.tensor([int(self.failed), -self.step, self.step])
-            all_reduce(steps, self._group, dist.ReduceOp.MAX)
-            failed, least, most = steps.tolist()
-            if not failed and -least == most:
-                if self.has_joined:
-                    self.since = self.step
+            self.has_joined = self.has_joined or self._has_loaded
+            maxima = torch.tensor([self.failed, not self._has_loaded, self.step, -self.step], dtype=torch.int64)
+            all_reduce(maxima, self._group, dist.ReduceOp.MAX)
+            failed, some_not_loaded, last, minus_first = maxima.tolist()
+            if last != -minus_first:
+                # Only some ranks have got the state of another replica: it is asked for again.
+                is_torn, failed = True, True
+                self.step = before
+            elif is_torn and some_not_loaded:
+                raise StorageError(
+                    "the replica whose state this one was taking has died, and this one has a part of it"
+                )
+            else:
+                is_torn = False
+            if not failed:
+                self.since = self.step if self.has_joined else self.since
                 self._adopt()
                 return
-            logger.warning("replicas: the members could not be connected; they are asked for again")
-            self.fail("a rank of this replica was not connected")
-            self.step = before  # a rank may have taken the state of another replica already: it takes it again
+            self.fail("the members could not be connected; they are asked for again")
             self._manager.should_commit()
             self._count_discarded()
+
+    def _start_quorum(self) -> None:
+        try:
+            self._manager.start_quorum()
+        except TorchtrainError:  # by ``load``
+            raise
+        except Exception as error:  # torchft has no error of its own
+            raise StorageError(
+                f"no quorum of replicas in {self.config.quorum_timeout_seconds} s (replicas.quorum_timeout_seconds) "
+                f"from the lighthouse {self.config.lighthouse}: {str(error).splitlines()[0]}"
+            ) from error
 
     def _meet(self) -> None:
         """Exchange what a ``Member`` is."""
         self.number, size = self._manager.participating_rank() or 0, self._manager.num_participants()
-        since = self.step if self.has_joined else self.since
+        since = self.step if self.has_joined or self._has_loaded else self.since
         own = Member(1, since, self.last_saved, int(self.is_stopping()), self.options, self.run, self.config.own_id).row
         table = torch.zeros(size, len(own), dtype=torch.int64)
         table[self.number] = torch.tensor(own)
@@ -253,19 +269,18 @@ class ReplicaGroup(Replicas):
         if on_host is not tensor:
             tensor.copy_(on_host)
 
-    def sum_loss(self, loss: TokenLoss) -> TokenLoss:
-        parts = [loss.total, loss.tokens] if loss.z is None else [loss.total, loss.tokens, loss.z]
-        sums = torch.stack([part.double() for part in parts])
+    def sum_loss(self, loss: Any) -> Any:
+        # In float64 the sums of losses and of numbers of tokens are exact (``exact_nats``).
+        sums = torch.stack([torch.zeros_like(loss[0]) if part is None else part.double() for part in loss])
         self.all_reduce(sums)
-        total, tokens, *z = sums.unbind()
-        return TokenLoss(total, tokens.long(), *z)
+        parts = zip(sums.unbind(), loss, strict=True)
+        return type(loss)(*(None if part is None else total.to(part.dtype) for total, part in parts))
 
     def fail(self, why: str) -> None:
         """Discard this step."""
-        if self.failed:
-            return
-        logger.warning("replicas: %s", why)
-        self._manager.report_error(RuntimeError(why))
+        if not self.failed:
+            logger.warning("replicas: %s", why)
+            self._manager.report_error(RuntimeError(why))
         # Closes this rank's connections, so that other replicas do not wait for it until the timeout.
         self._pg.abort()
 

@@ -181,6 +181,7 @@ class ReplicaTrainer(Trainer):
             local_batch_size=training.local_batch_size,
         )
         self.place.read(rows)
+        self.metrics.tokens_per_step = len(rows) * dims.batch * training.seq_len  # of this replica
 
     def changing_state(self) -> dict[str, Tensor]:
         """The state that changes before the vote."""

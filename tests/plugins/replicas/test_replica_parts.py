@@ -1,0 +1,175 @@
+"""The parts of a replica that need no other replica: rows, options, the run's files."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from torchtrain.config.parse import parse
+from torchtrain.config.registry import TRAINERS
+from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.distributed.replicas import Replicas
+from torchtrain.errors import ConfigError
+from torchtrain.plugins.replicas import checks
+from torchtrain.plugins.replicas.files import RunFiles
+from torchtrain.plugins.replicas.group import Member
+from torchtrain.plugins.replicas.options import ReplicasConfig
+from torchtrain.plugins.replicas.place import PlaceState
+from torchtrain.plugins.replicas.rows import rows_of
+
+REPLICA = ["--replicas.lighthouse=http://localhost:1", "--replicas.id=0", "--training.sums=exact"]
+REPLICA += ["--training.global_batch_size=12"]
+
+
+@pytest.mark.parametrize("replicas", range(1, 7))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_row_is_of_one_rank(replicas: int, ranks: int) -> None:
+    rows = [
+        rows_of(replica, replicas, rank, ranks, global_batch_size=24, local_batch_size=2)
+        for replica in range(replicas)
+        for rank in range(ranks)
+    ]
+    assert [row for of in rows for row in of] == list(range(24))
+    assert all(len(of) % 2 == 0 for of in rows)
+    assert max(map(len, rows)) - min(map(len, rows)) <= 2
+
+
+def test_more_replicas_than_microbatches_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"rows for at most 3 replicas of 2 x 2 rows .* and 4 replicas are there"):
+        rows_of(0, 4, 0, 2, global_batch_size=12, local_batch_size=2)
+
+
+def test_a_member_is_the_same_after_its_sum() -> None:
+    member = Member(1, 12, -1, 0, 2**63 - 1, "f" * 16 + "0123456789abcdef", "replica-3")
+    assert Member.of(torch.tensor(member.row).tolist()) == member
+    assert Member.of(replace(member, name="a very long name of a replica").row).name == "a very long name"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--replicas.id="], "replicas.id is empty, and neither SLURM_ARRAY_TASK_ID"),
+        (["--replicas.id=../x"], "replicas.id = '../x' names a folder"),
+        (["--training.sums=fast"], "training.sums = 'fast' rounds sums in an order"),
+        (["--training.global_batch_size=-1"], "training.global_batch_size = -1 depends on the number of ranks"),
+        (["--training.global_batch_size=8, 12 at 1K"], "training.global_batch_size_schedule cannot be combined"),
+        (["--data.type=hub", "--data.name=x"], r"streamed data \(by URL, or from the hub\) cannot be combined"),
+        (["--data.path=s3://bucket/x.jsonl"], "streamed data .* cannot be combined"),
+        (["--data.when_exhausted=stop"], "data.when_exhausted = 'stop' cannot be combined"),
+        (["--faults.on_nonfinite=rollback"], "faults.on_nonfinite = 'rollback' cannot be combined"),
+        (["--metrics.norms_freq=1"], "metrics.norms_freq cannot be combined"),
+        (["--checkpoint.last_save_in_hf"], "checkpoint.last_save_in_hf.* cannot be combined"),
+        (["--replicas.collective_timeout_seconds=100"], "must be below comm.train_timeout_seconds = 100"),
+        (["--replicas.quorum_timeout_seconds=30"], "must be above replicas.collective_timeout_seconds = 30"),
+    ],
+)
+def test_options_that_replicas_cannot_keep_are_rejected(options: list[str], message: str) -> None:
+    config = parse([*REPLICA, *options])
+    with patch.object(checks, "find_spec", lambda _: True), pytest.raises(ConfigError, match=message):
+        checks.check_config(config, section_of(config, ReplicasConfig))
+
+
+def test_a_missing_package_is_named() -> None:
+    config = parse(REPLICA)
+    with patch.object(checks, "find_spec", lambda _: None), pytest.raises(ConfigError, match=r"torchtrain\[elastic\]"):
+        checks.check_config(config, section_of(config, ReplicasConfig))
+
+
+def test_without_a_lighthouse_nothing_changes() -> None:
+    assert TRAINERS["replicas"](JobConfig()) is None
+    alone, tensor = Replicas(), torch.ones(2)
+    alone.all_reduce(tensor)
+    alone.vote()
+    assert tensor.tolist() == [1, 1]
+    assert not alone.connected
+
+
+def test_the_id_is_that_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "4")
+    assert ReplicasConfig().own_id == "4"
+    assert ReplicasConfig(id="a").own_id == "a"
+
+
+class Failing(Replicas):
+    """Another replica adds ``other`` to each sum."""
+
+    def __init__(self, other: torch.Tensor) -> None:
+        self.other, self.failures = other, []  # type: ignore[var-annotated]
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> None:  # noqa: ARG002
+        tensor += self.other
+
+    def fail(self, why: str) -> None:
+        self.failures.append(why)
+
+
+@pytest.mark.parametrize(("others", "is_right"), [([2, 3], True), ([1, 2, 3], False), ([3], False)])
+def test_a_row_that_is_computed_twice_or_not_at_all_discards_the_step(others: list[int], is_right: bool) -> None:
+    place = PlaceState.__new__(PlaceState)
+    place.place = torch.zeros(4, 3, dtype=torch.int64)
+    own = torch.tensor([[1, 5, 6], [1, 7, 8]])
+    place.loader = SimpleNamespace(rows=range(2), state_dict=lambda: {"rows": own})  # type: ignore[assignment]
+    place.mesh = SimpleNamespace(world=SimpleNamespace(get_local_rank=lambda _: 0))  # type: ignore[assignment]
+    other = torch.zeros(4, 4, dtype=torch.int64)
+    other[others] = torch.tensor([1, 1, 9, 9])
+    replicas = Failing(other)
+    with patch("torchtrain.plugins.replicas.place.all_reduce", lambda *_: None):
+        after = place.next(replicas, None)  # type: ignore[arg-type]
+    assert (replicas.failures == []) is is_right
+    if is_right:
+        assert after.tolist() == [[1, 5, 6], [1, 7, 8], [1, 9, 9], [1, 9, 9]]
+    assert place.place.count_nonzero() == 0  # not before the vote
+
+
+def write(folder: Path, *lines: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def steps(folder: Path) -> list[int | str]:
+    lines = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line.get("event", line["step"]) for line in lines]
+
+
+def start(step: int) -> dict[str, Any]:
+    return {"step": step, "event": "start", "run": "a"}
+
+
+def loss(step: int) -> dict[str, Any]:
+    return {"step": step, "loss": 1.0}
+
+
+def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
+    first, second = tmp_path / "replicas/0", tmp_path / "replicas/1"
+    write(second, start(0), loss(7))  # of an earlier start of the run
+    files = [RunFiles(tmp_path, folder) for folder in (first, second)]
+    files[0].begin_run("a", resumed=False)
+    write(first, start(0), loss(1), loss(2))
+    write(second, start(1), loss(2), loss(3))
+    files[0].update(leads=True)
+    files[1].update(leads=False)
+    assert steps(tmp_path) == ["start", 1, 2]
+    # The first dies after step 3, which it has not copied any more; the second one takes over.
+    write(second, loss(4))
+    files[1].update(leads=True)
+    assert steps(tmp_path) == ["start", 1, 2, 3, 4]
+    write(second, {"step": 4, "event": "replica_left", "replica": "0"}, loss(5))
+    files[1].update(leads=True)
+    assert steps(tmp_path) == ["start", 1, 2, 3, 4, "replica_left", 5]
+    # All die; the run resumes from a checkpoint of step 3, and the first one leads.
+    again = RunFiles(tmp_path, first)
+    again.begin_run("a", resumed=True)
+    write(first, start(3), loss(4))
+    again.update(leads=True)
+    assert steps(tmp_path)[-2:] == ["start", 4]
+    # The second one takes over: step 5 from before is undone, and comes again.
+    files[1] = RunFiles(tmp_path, second)
+    write(second, start(4), loss(5))
+    files[1].update(leads=True)
+    assert steps(tmp_path)[-3:] == ["start", 4, 5]

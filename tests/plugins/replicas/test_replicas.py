@@ -1,0 +1,291 @@
+"""Replicas that die and join: the run has the bits of one that nothing has disturbed."""
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_command import ROOT
+from forked_run import finish, read_metrics
+from forkserver import free_port
+
+pytest.importorskip("torchft")
+from replica_run import (
+    CONFIG,
+    PLACES,
+    SHAPE,
+    Kill,
+    Reference,
+    Replicas,
+    curves,
+    differences,
+    kill_and_restart,
+)
+
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "fsdp": (2, []),
+    "tensor": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "pipeline": (2, ["--parallelism.pipeline_parallel_degree=2", "--training.local_batch_size=2"]),
+}
+MUON = [
+    *("--optimizer.name=muon", "--ema.enable", "--faults.spike_threshold=50", "--faults.spike_window=4"),
+    *("--validation.enable", "--validation.freq=4", "--validation.steps=1"),
+]
+SLOW = Kill(slow_seconds=0.05)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Returns the undisturbed run with these options, which is trained once."""
+    found: dict[tuple[str, ...], Reference] = {}
+
+    def reference(*options: str, ranks: int = 1) -> Reference:
+        if options not in found:
+            folder = tmp_path_factory.mktemp("reference")
+            (folder / "own.toml").write_text(CONFIG)
+            finish(folder, "--job.config_file", str(folder / "own.toml"), *options, ranks=ranks, shape=SHAPE)
+            found[options] = Reference(folder)
+        return found[options]
+
+    return reference
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Any]:
+    """Returns replicas that are killed at the end of the test."""
+    all_started = []
+
+    def start(*options: str, ranks: int = 1, members: int = 3) -> Replicas:
+        replicas = Replicas(tmp_path / f"run{len(all_started)}", *options, ranks=ranks, members=members)
+        all_started.append(replicas)
+        return replicas
+
+    yield start
+    for replicas in all_started:
+        replicas.end()
+
+
+def events(folder: Path) -> list[str]:
+    return [line["event"] for line in read_metrics(folder) if "event" in line]
+
+
+def test_deaths_change_no_bit(references: Any, started: Any) -> None:
+    replicas = started("--training.steps=9", "--lr_scheduler.total_steps=9", members=2)
+    replicas.start("0", Kill(4, "all-reduce"))
+    replicas.start("1", Kill(7, "after the vote"))
+    for replica in ("0", "1"):
+        replicas.wait_for_death(replica)
+        replicas.start(replica)
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    reference = references("--training.steps=9", "--lr_scheduler.total_steps=9")
+    assert differences(replicas.folder, reference) == []
+    # A death in the sum of gradients discards the step of those that are left. Which of them writes the line depends on
+    # who was a member: so look into all files.
+    found = [event for folder in (replicas.folder, *replicas.folder.glob("replicas/*")) for event in events(folder)]
+    assert {"replica_left", "replica_joined", "step_discarded"} <= set(found)
+    assert events(replicas.folder).count("start") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_death_anywhere_in_a_step_changes_no_bit(place: str, layout: str, references: Any, started: Any) -> None:
+    ranks, options = LAYOUTS[layout]
+    reference = references(*(options if ranks > 1 else []), ranks=ranks)
+    replicas = started(*options, ranks=ranks)
+    victim = "0" if PLACES.index(place) % 2 else "1"
+    # Rank 0 of replica 0 writes the checkpoints.
+    assert kill_and_restart(replicas, [victim], Kill(5, place)) == {name: [0] * ranks for name in "012"}
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+def test_two_at_once_with_muon_averages_and_validation(references: Any, started: Any) -> None:
+    reference = references(*MUON)
+    replicas = started(*MUON)
+    assert kill_and_restart(replicas, ["0", "2"], Kill(6, "before the vote")) == {name: [0] for name in "012"}
+    assert differences(replicas.folder, reference) == []
+
+    def validated(folder: Path) -> list[tuple[int, float]]:
+        return [(line["step"], line["validation_loss"]) for line in read_metrics(folder) if "validation_loss" in line]
+
+    assert validated(replicas.folder) == validated(reference.folder) != []
+
+
+@pytest.mark.slow
+def test_all_die_and_resume_from_the_checkpoint(references: Any, started: Any) -> None:
+    reference, replicas = references(), started()
+    for replica in "012":
+        replicas.start(replica, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 7)
+    for replica in "012":
+        replicas.kill(replica)
+        replicas.wait_for_death(replica)
+    for replica in "012":
+        replicas.start(replica)
+    assert replicas.wait() == {name: [0] for name in "012"}, replicas.output()
+    assert "resumed from" in replicas.output()
+    last = {line[0]: line for line in curves(replicas.folder)}  # steps after the checkpoint come twice
+    assert last == reference.curve
+    assert not [line for line in differences(replicas.folder, reference) if "in the run's metrics" not in line]
+
+
+@pytest.mark.slow
+def test_a_start_after_the_end_has_nothing_to_do(references: Any, started: Any) -> None:
+    reference, replicas = references(), started(members=1)
+    replicas.start("0")
+    assert replicas.wait() == {"0": [0]}
+    replicas.start("1")
+    assert replicas.wait() == {"0": [0], "1": [0]}
+    assert "the run is complete" in replicas.log("1").read_text()
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_request_to_stop_makes_one_replica_leave(victim: str, references: Any, started: Any) -> None:
+    reference, replicas = references(), started()
+    for replica in "012":
+        replicas.start(replica, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 4 and "step " in replicas.log(victim).read_text())
+    replicas.kill(victim, number=signal.SIGTERM)
+    codes = replicas.wait()
+    assert codes == {name: [75 if name == victim else 0] for name in "012"}, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+def test_a_request_to_stop_all(references: Any, started: Any) -> None:
+    reference, replicas = references(), started("--replicas.on_stop=all")
+    for replica in "012":
+        replicas.start(replica, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 4 and all("step " in replicas.log(of).read_text() for of in "012"))
+    replicas.kill("1", number=signal.SIGTERM)
+    assert replicas.wait() == {name: [75] for name in "012"}, replicas.output()
+    ends = {curves(replicas.folder / "replicas" / name)[-1][0] for name in "012"}
+    assert len(ends) == 1
+    assert (replicas.folder / f"checkpoint/step-{ends.pop()}").is_dir()
+    for replica in "012":
+        replicas.start(replica)
+    assert replicas.wait() == {name: [0] for name in "012"}
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+def test_a_replica_that_hangs_comes_back(references: Any, started: Any) -> None:
+    steps = ["--training.steps=60", "--lr_scheduler.total_steps=60"]
+    reference = references(*steps)
+    replicas = started(*steps, "--replicas.collective_timeout_seconds=5")
+    for replica in "012":
+        replicas.start(replica, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 8 and "step " in replicas.log("0").read_text())
+    replicas.kill("0", number=signal.SIGSTOP)
+    before = replicas.step()
+    replicas.wait_until(lambda: replicas.step() >= before + 4)
+    replicas.kill("0", number=signal.SIGCONT)
+    assert replicas.wait() == {name: [0] for name in "012"}, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one rank", "fsdp"])
+def test_random_deaths(layout: str, references: Any, started: Any) -> None:
+    ranks, options = LAYOUTS[layout]
+    options = [*options, "--training.steps=60", "--lr_scheduler.total_steps=60"]
+    reference = references(*options, ranks=ranks)
+    replicas, chance = started(*options, ranks=ranks), random.Random(0)
+    for replica in "012":
+        replicas.start(replica, SLOW)
+    while not any(all(code == 0 for code in replicas.codes(name)) for name in "012"):
+        time.sleep(chance.uniform(1.0, 4.0))
+        if not all(replicas.is_dead(name) for name in "012"):
+            victim = chance.choice("012")
+            if not replicas.is_dead(victim):
+                replicas.kill(victim, chance.randrange(ranks))
+                replicas.wait_for_death(victim)
+            if any(code != 0 for code in replicas.codes(victim)):
+                replicas.start(victim, SLOW)
+    for name in "012":
+        if any(code not in (0, None) for code in replicas.codes(name)):
+            replicas.start(name)
+    codes = replicas.wait()
+    assert all(code == 0 for of in codes.values() for code in of), replicas.output()
+    assert replicas.deaths > 0
+    found = [line for line in differences(replicas.folder, reference) if "in the run's metrics" not in line]
+    assert found == [], json.dumps(found)
+
+
+@pytest.mark.slow
+def test_a_new_lighthouse_at_the_old_address(references: Any, started: Any) -> None:
+    steps = ["--training.steps=40", "--lr_scheduler.total_steps=40"]
+    reference, replicas = references(*steps), started(*steps)
+    for replica in "012":
+        replicas.start(replica, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    replicas.restart_lighthouse()
+    before = replicas.step()
+    replicas.wait_until(lambda: replicas.step() >= before + 5)
+    replicas.kill("1")
+    replicas.wait_for_death("1")
+    replicas.start("1")
+    assert replicas.wait() == {name: [0] for name in "012"}, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page(tmp_path: Path) -> None:
+    if shutil.which("torchft_lighthouse") is None:
+        pytest.skip("torchft_lighthouse is not in PATH")
+    page = (ROOT / "docs/replicas.md").read_text()
+    commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
+    commands = commands.replace("outputs/replicas", str(tmp_path / "run")).replace("29510", str(free_port()))
+    lighthouse, *replicas = commands.splitlines()
+    few = ["--training.steps", "8", "--metrics.log_freq", "1"]
+    environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1"}
+    processes = []
+
+    def start(command: str, *options: str) -> "subprocess.Popen[bytes]":
+        with (tmp_path / "log.txt").open("a") as log:
+            process = subprocess.Popen(
+                [*shlex.split(command), *options],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        processes.append(process)
+        return process
+
+    def wait_for_step(step: int) -> None:
+        deadline = time.monotonic() + 240
+        while not any("loss" in line and line["step"] >= step for line in read_metrics(tmp_path / "run")):
+            assert time.monotonic() < deadline, (tmp_path / "log.txt").read_text()
+            time.sleep(0.1)
+
+    try:
+        start(lighthouse)
+        first, second = (start(command, *few) for command in replicas)
+        wait_for_step(2)
+        os.killpg(second.pid, signal.SIGKILL)
+        second = start(replicas[1], *few)
+        codes = first.wait(timeout=240), second.wait(timeout=240)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    assert codes == (0, 0), (tmp_path / "log.txt").read_text()
+    assert [step for step, _, _ in curves(tmp_path / "run")] == list(range(1, 9))
+    assert (tmp_path / "run/checkpoint/step-8").is_dir()
