@@ -393,7 +393,8 @@ def _expected_summands(config: JobConfig) -> list[int]:
 def test_headroom_is_for_one_summand_per_row_and_context_rank(
     gloo: GlooPool, ranks: int, parallelism: dict[str, Any], summands: int
 ) -> None:
-    assert gloo.run(ranks, _expected_summands, config_with(parallelism)) == [[summands] * 2] * ranks  # repeated
+    config = config_with(parallelism, {"global_batch_size": 24})
+    assert gloo.run(ranks, _expected_summands, config) == [[summands] * 2] * ranks  # repeated
 
 
 def _errors(config: JobConfig) -> list[tuple[Tensor, Tensor]]:

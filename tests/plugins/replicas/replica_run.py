@@ -140,9 +140,9 @@ def wait_for_all(folder: Path, members: int) -> None:
 
     connect = ReplicaGroup.connect
 
-    def connected(group: ReplicaGroup, *arguments: Any, **options: Any) -> None:
-        connect(group, *arguments, **options)
-        (folder / f"connected-{group.config.own_id}").touch()
+    def connected(replica: ReplicaGroup, *arguments: Any, **options: Any) -> None:
+        connect(replica, *arguments, **options)
+        (folder / f"connected-{replica.config.own_id}").touch()
         while len(list(folder.glob("connected-*"))) < members:
             time.sleep(0.01)
 
