@@ -9,7 +9,7 @@ from torchtrain.config.schema import Count, CountOrZero, Section
 
 @dataclass(frozen=True)
 class ReplicasConfig(Section, name="replicas"):
-    """Replicas of the job that may die and join while the run goes on (docs/replicas.md)."""
+    """Replicas of the job that may die and join."""
 
     changes_run = False
 
@@ -34,7 +34,7 @@ class ReplicasConfig(Section, name="replicas"):
     max_discarded: Count = 20
     """Maximum number of attempts of one step that the replicas discard in a row."""
     on_stop: Literal["leave", "all"] = "leave"
-    """What a request to stop (docs/fault-tolerance.md) that one replica gets means. leave: it leaves after its step,
+    """What a request to stop (docs/faults.md) that one replica gets means. leave: it leaves after its step,
     and the others go on. all: all replicas stop after this step, and one of them saves."""
 
     @property
