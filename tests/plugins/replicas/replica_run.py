@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -171,13 +172,33 @@ def _main(
     os._exit(code)
 
 
+def _lighthouse(port: int) -> None:
+    os.environ["RUST_LOG"] = "warn"
+    from torchft.coordination import LighthouseServer
+
+    while True:
+        try:
+            server = LighthouseServer(
+                bind=f"127.0.0.1:{port}",
+                min_replicas=1,
+                join_timeout_ms=60_000,
+                quorum_tick_ms=20,
+                heartbeat_timeout_ms=2_000,
+            )
+            break
+        except RuntimeError:  # connections of the one before it are not closed yet
+            time.sleep(0.1)
+    while server:
+        time.sleep(1)
+
+
 class Replicas:
     """A lighthouse, and replicas that train with ``folder`` as the dump folder; logs are in ``folder/logs``."""
 
     def __init__(self, folder: Path, *options: str, ranks: int = 1, members: int = 3) -> None:
         self.folder, self.options, self.ranks, self.members = folder, options, ranks, members
         (folder / "logs").mkdir(parents=True)
-        (folder / "test.toml").write_text(CONFIG)
+        (folder / "own.toml").write_text(CONFIG)
         self.port = free_port()
         self.lighthouse = self._start_lighthouse()
         self.processes: dict[str, list[Any]] = {}
@@ -185,20 +206,20 @@ class Replicas:
         self.deaths = 0
 
     def _start_lighthouse(self) -> Any:
-        os.environ.setdefault("RUST_LOG", "warn")
-        from torchft.coordination import LighthouseServer
+        lighthouse = context().Process(target=_lighthouse, args=(self.port,), daemon=True)
+        lighthouse.start()
 
-        return LighthouseServer(
-            bind=f"127.0.0.1:{self.port}",
-            min_replicas=1,
-            join_timeout_ms=60_000,
-            quorum_tick_ms=20,
-            heartbeat_timeout_ms=2_000,
-        )
+        def is_listening() -> bool:
+            with socket.socket() as client:
+                return client.connect_ex(("127.0.0.1", self.port)) == 0
+
+        self.wait_until(is_listening)
+        return lighthouse
 
     def restart_lighthouse(self) -> None:
-        """Replace the lighthouse by a new one, which knows nothing."""
-        self.lighthouse.shutdown()
+        """Kill the lighthouse, and start a new one, which knows nothing."""
+        self.lighthouse.kill()
+        self.lighthouse.join()
         self.lighthouse = self._start_lighthouse()
 
     def start(self, replica: str, kill: Kill | None = None, *options: str) -> None:
@@ -206,7 +227,7 @@ class Replicas:
         port = free_port()
         self.starts += 1
         address = f"http://127.0.0.1:{self.port}"
-        argv = ["--job.config_file", str(self.folder / "test.toml"), "--job.dump_folder", str(self.folder)]
+        argv = ["--job.config_file", str(self.folder / "own.toml"), "--job.dump_folder", str(self.folder)]
         argv += ["--replicas.lighthouse", address, "--replicas.id", replica, "--replicas.host", "127.0.0.1"]
         argv += [*self.options, *options]
         hooks = [(kill or Kill()).install, partial(wait_for_all, self.folder, self.members)]
@@ -273,7 +294,8 @@ class Replicas:
             self.kill(replica)
             for process in self.processes[replica]:
                 process.join()
-        self.lighthouse.shutdown()
+        self.lighthouse.kill()
+        self.lighthouse.join()
 
 
 def curves(folder: Path) -> list[tuple[int, str, str]]:

@@ -40,7 +40,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
 }
 MUON = [
     *("--optimizer.name=muon", "--ema.enable", "--faults.spike_threshold=50", "--faults.spike_window=4"),
-    *("--validation.enable", "--validation.freq=4", "--validation.steps=1"),
+    *("--validation.enable", "--validation.type=standard_library_docs", "--validation.interval=4"),
+    "--validation.steps=1",
 ]
 SLOW = Kill(slow_seconds=0.05)
 
@@ -166,7 +167,8 @@ def test_a_request_to_stop_makes_one_replica_leave(victim: str, references: Any,
 
 
 @pytest.mark.slow
-def test_a_request_to_stop_all(references: Any, started: Any) -> None:
+@pytest.mark.parametrize("continued", ["by replicas", "by one job"])
+def test_a_request_to_stop_all(continued: str, references: Any, started: Any) -> None:
     reference, replicas = references(), started("--replicas.on_stop=all")
     for replica in "012":
         replicas.start(replica, SLOW)
@@ -176,9 +178,12 @@ def test_a_request_to_stop_all(references: Any, started: Any) -> None:
     ends = {curves(replicas.folder / "replicas" / name)[-1][0] for name in "012"}
     assert len(ends) == 1
     assert (replicas.folder / f"checkpoint/step-{ends.pop()}").is_dir()
-    for replica in "012":
-        replicas.start(replica)
-    assert replicas.wait() == {name: [0] for name in "012"}
+    if continued == "by one job":
+        finish(replicas.folder, "--job.config_file", str(replicas.folder / "own.toml"), ranks=1, shape=SHAPE)
+    else:
+        for replica in "012":
+            replicas.start(replica)
+        assert replicas.wait() == {name: [0] for name in "012"}
     assert differences(replicas.folder, reference) == []
 
 

@@ -9,7 +9,8 @@ from torchtrain.logging import BestEffort
 from torchtrain.metrics.writers import append, rename_files_of_other_run
 
 METRICS = "metrics.jsonl"
-COPIED = ("config.toml", "report.md", "curves.png")
+CONFIG = "config.toml"
+COPIED = (CONFIG, "report.md", "curves.png")
 
 
 class RunFiles:
@@ -47,6 +48,8 @@ class RunFiles:
             self._leads = leads
             if leads:
                 self._copy_lines()
+                if not (self.run_folder / CONFIG).exists():
+                    self._copy(CONFIG)
 
     def end(self) -> None:
         """Copy the other files, at the end of training."""
@@ -54,8 +57,11 @@ class RunFiles:
             if self._leads:
                 self._copy_lines()
                 for name in COPIED:
-                    if (self.own_folder / name).exists():
-                        shutil.copyfile(self.own_folder / name, self.run_folder / name)
+                    self._copy(name)
+
+    def _copy(self, name: str) -> None:
+        if (self.own_folder / name).exists():
+            shutil.copyfile(self.own_folder / name, self.run_folder / name)
 
     def _copy_lines(self) -> None:
         file = self.own_folder / METRICS

@@ -158,13 +158,13 @@ class ReplicaTrainer(Trainer):
 
     def begin_step(self) -> None:
         """Agree on the members, follow a replica that is ahead, and assign rows to this rank."""
-        if rank() == 0:
-            self.files.update(self.group.is_leader)
         if not self._has_begun:
             before = self.group.members
             self.group.begin()
             self.record_members(before)
         self._has_begun = False
+        if rank() == 0:  # only now: a replica that led and hung leads no longer
+            self.files.update(self.group.is_leader)
         if self.group.step != self.step:
             self.step = self.group.step
             self.guard.reset()
