@@ -212,15 +212,19 @@ def test_random_deaths(layout: str, references: Any, started: Any) -> None:
     replicas, chance = started(*options, ranks=ranks), random.Random(0)
     for replica in "012":
         replicas.start(replica, SLOW)
-    while not any(all(code == 0 for code in replicas.codes(name)) for name in "012"):
-        time.sleep(chance.uniform(1.0, 4.0))
-        if not all(replicas.is_dead(name) for name in "012"):
-            victim = chance.choice("012")
-            if not replicas.is_dead(victim):
-                replicas.kill(victim, chance.randrange(ranks))
-                replicas.wait_for_death(victim)
-            if any(code != 0 for code in replicas.codes(victim)):
-                replicas.start(victim, SLOW)
+
+    def has_ended() -> bool:
+        return any(all(code == 0 for code in replicas.codes(name)) for name in "012")
+
+    while not has_ended():
+        target = replicas.step() + chance.randint(1, 5)
+        replicas.wait_until(lambda target=target: replicas.step() >= target or has_ended())
+        time.sleep(chance.uniform(0.0, 0.5))
+        victim = chance.choice("012")  # it may also be starting, or joining
+        if not has_ended():
+            replicas.kill(victim, chance.randrange(ranks))
+            replicas.wait_for_death(victim)
+            replicas.start(victim, SLOW)
     for name in "012":
         if any(code not in (0, None) for code in replicas.codes(name)):
             replicas.start(name)
