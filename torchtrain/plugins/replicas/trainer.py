@@ -250,7 +250,7 @@ class ReplicaTrainer(Trainer):
                 self.save(last=True)
 
     def misses_validation(self) -> bool:
-        if not (self.config.validation.enable and self.step):
+        if not (self.config.validates and self.step):
             return False
         file = self.run_folder / "metrics.jsonl"
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
