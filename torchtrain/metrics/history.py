@@ -26,12 +26,24 @@ class Run:
 
 def validation_losses(folder: Path) -> dict[int, float]:
     """The validation loss after each step of the run in ``folder`` that has a finite one, without undone steps."""
+    losses: dict[int, float] = {}
     try:
-        run = read_run(folder, warn=lambda _: None)
-    except TorchtrainError:  # there are no metrics yet
-        return {}
-    losses = {line["step"]: line.get("validation_loss", line.get("validation_ema_loss")) for line in run.lines}
-    return {step: loss for step, loss in losses.items() if isinstance(loss, float) and math.isfinite(loss)}
+        content = (folder / "metrics.jsonl").read_bytes()
+    except OSError:  # there are no metrics yet
+        return losses
+    for text in content.splitlines():
+        if b'"validation' not in text and b'"event"' not in text:
+            continue  # of a long run, parsing all lines takes seconds, and it is done beside training
+        try:
+            line = json.loads(text)
+            step, loss = line["step"], line.get("validation_loss", line.get("validation_ema_loss"))
+        except (ValueError, KeyError, TypeError):  # cut short, as by a kill
+            continue
+        if line.get("event") in UNDOING:
+            losses = {earlier: loss for earlier, loss in losses.items() if earlier <= step}
+        elif isinstance(loss, float) and math.isfinite(loss):
+            losses[step] = loss
+    return losses
 
 
 def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
