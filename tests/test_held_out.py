@@ -104,6 +104,8 @@ def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) 
         make_loader(prepared)
     with pytest.raises(ConfigError, match=r"documents of \[validation\] are all held out"):
         ValidationConfig(path=text, held_out=SHARE)
+    with pytest.raises(ConfigError, match=r"held_out = 0.3 is an option of each source: put it into the tables"):
+        DataConfig(sources=(SourceConfig(path=text),), held_out=SHARE)
     with pytest.raises(ConfigError, match=r"held_out = 1.0.* must be at least 0 and less than 1"):
         SourceConfig(path=text, held_out=1.0)
     with pytest.raises(ConfigError, match=r"validation.prompts needs validations: set data.held_out, or"):

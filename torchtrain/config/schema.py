@@ -577,6 +577,10 @@ class SourcesConfig(SourceConfig):
             f"a path, name or type ({self.path or self.name or self.type!r}) and [[sources]] exclude each other; put "
             "all into [[sources]]",
         )
+        require(
+            not (self.sources and self.held_out),
+            f"held_out = {self.held_out} is an option of each source: put it into the tables [[data.sources]]",
+        )
         for number, source in enumerate(self.sources):
             require(source.is_set, f"[[sources]] number {number + 1} has neither path nor name nor type")
         require(any(source.weight for source in self.all), "at least one data source must have a weight above 0")
