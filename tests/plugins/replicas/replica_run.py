@@ -56,12 +56,16 @@ class Kill:
     place: str = ""
     rank: int = 0
     slow_seconds: float = 0.0
+    connected: Path | None = None
+    """A file that exists while the replica is registered at the lighthouse."""
 
     def now(self, place: str, step: int) -> None:
         """Die if this is the place."""
         if place == self.place and step >= self.step > 0 and int(os.environ["RANK"]) == self.rank:
             sys.stderr.write(f"killed: {place}, step {step}\n")
             sys.stderr.flush()
+            if self.connected is not None:
+                self.connected.unlink(missing_ok=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
@@ -132,22 +136,33 @@ class Kill:
         manager.save_tensors = saving
 
 
-def wait_for_all(folder: Path, members: int) -> None:
-    """Patch this process: before its first step it waits until so many replicas are registered at the lighthouse.
+def wait_for_all(folder: Path, members: int, kill: Kill) -> None:
+    """Patch this process: it waits until so many replicas are registered at the lighthouse before its first step, and
+    before the one in which it dies.
 
-    So the first one to start does not train alone, and the replicas have the order of their names.
+    So the first one to start does not train alone, none dies while it is alone, and the replicas have the order of
+    their names.
     """
     from torchtrain.plugins.replicas.group import ReplicaGroup
 
-    connect = ReplicaGroup.connect
+    connect, begin = ReplicaGroup.connect, ReplicaGroup.begin
 
-    def connected(replica: ReplicaGroup, *arguments: Any, **options: Any) -> None:
-        connect(replica, *arguments, **options)
-        (folder / f"connected-{replica.config.own_id}").touch()
+    def wait() -> None:
         while len(list(folder.glob("connected-*"))) < members:
             time.sleep(0.01)
 
-    ReplicaGroup.connect = connected  # type: ignore[method-assign]
+    def connected(replica: ReplicaGroup, *arguments: Any, **options: Any) -> None:
+        connect(replica, *arguments, **options)
+        kill.connected = folder / f"connected-{replica.config.own_id}"
+        kill.connected.touch()
+        wait()
+
+    def beginning(replica: ReplicaGroup) -> None:
+        if replica.step + 1 == kill.step:
+            wait()
+        begin(replica)
+
+    ReplicaGroup.connect, ReplicaGroup.begin = connected, beginning  # type: ignore[method-assign]
 
 
 def _main(
@@ -183,7 +198,7 @@ def _lighthouse(port: int) -> None:
                 min_replicas=1,
                 join_timeout_ms=60_000,
                 quorum_tick_ms=20,
-                heartbeat_timeout_ms=2_000,
+                heartbeat_timeout_ms=5_000,
             )
             break
         except RuntimeError:  # connections of the one before it are not closed yet
@@ -230,7 +245,8 @@ class Replicas:
         argv = ["--job.config_file", str(self.folder / "own.toml"), "--job.dump_folder", str(self.folder)]
         argv += ["--replicas.lighthouse", address, "--replicas.id", replica, "--replicas.host", "127.0.0.1"]
         argv += [*self.options, *options]
-        hooks = [(kill or Kill()).install, partial(wait_for_all, self.folder, self.members)]
+        kill = kill or Kill()
+        hooks = [kill.install, partial(wait_for_all, self.folder, self.members, kill)]
         self.processes[replica] = [
             context().Process(
                 target=_main,
