@@ -72,7 +72,7 @@ def test_multiples_and_the_best_by_validation_are_kept(tmp_path: Path) -> None:
     best = min(losses, key=losses.__getitem__)
     assert best in (2, 4)
     assert saved_steps(tmp_path / "run/checkpoint") == [best, 6, 10]
-    with pytest.raises(ConfigError, match=r"keep_best_k = 2 keeps checkpoints by .* set validation.enable = true"):
+    with pytest.raises(ConfigError, match=r"checkpoint.keep_best_k needs validations: set data.held_out"):
         JobConfig(checkpoint=CheckpointConfig(keep_best_k=2))
 
 

@@ -68,9 +68,11 @@ class Tokens:
         return [TokenWindowStream(self, request)] * len(request.rows)  # type: ignore[arg-type]
 
 
-def loader_of(source: Documents | Tokens, batch: int, seq_len: int, ranks: int, rank: int, longest: int) -> DataLoader:
+def loader_of(
+    source: Documents | Tokens, batch: int, seq_len: int, ranks: int, rank: int, longest: int, *, repeat: bool = False
+) -> DataLoader:
     rows = range(batch * rank // ranks, batch * (rank + 1) // ranks)
-    request = StreamRequest(source.tokenizer, seq_len, batch, rows, 1, 5, False, longest)  # type: ignore[arg-type]
+    request = StreamRequest(source.tokenizer, seq_len, batch, rows, 1, 5, repeat, longest_seq_len=longest)  # type: ignore[arg-type]
     return DataLoader(
         [source.streams(request)],
         Mixture([1]),
@@ -117,6 +119,18 @@ def test_every_token_of_text_is_trained_on_once(seed: int) -> None:
     del counts[0], counts[1]  # bos and eos
     assert set(counts.values()) == {1}
     assert counts.keys() == set(source.tokens)
+
+
+@pytest.mark.parametrize("documents", [1, 2, 3])
+def test_rest_of_each_document_is_not_all_the_text(documents: int) -> None:
+    """The one row of the smaller batch begins with what eight rows have left of a few documents."""
+    source = Documents([1000] * documents)
+    old, new = (loader_of(source, batch, 10, 1, 0, 10, repeat=True) for batch in (8, 1))
+    for _ in range(100):
+        next(old)
+    new.resume(old.state_dict()["rows"].numpy(), old.layout, [True])
+    for _ in range(200):
+        next(new)
 
 
 @pytest.mark.parametrize("seed", range(100))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, write_jsonl, write_prepared
 from forked_command import run_command
-from forked_run import finish, read_metrics
+from forked_run import CONFIG, finish, read_metrics
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, ValidationConfig
@@ -93,6 +93,36 @@ def test_windows_of_a_validation_depend_on_the_documents_alone(text: str, seq_le
     texts = [*DOCUMENTS, DOCUMENTS[3], DOCUMENTS[5]]
     assert len(found[0][0]) == sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in texts) - 1
     assert found[0][1].sum() == pytest.approx(sum(len(text.encode()) for text in texts))
+
+
+def test_later_validations_read_their_own_documents_alone(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(path=text, held_out=SHARE, when_exhausted="stop", prefetch=0)
+    loader = make_loader(config, range(1), batch=1, drop_last=False, sequential=True, held_out=True)
+    beginning, read = loader.state_dict(), []
+    document = SourcePart.document
+    monkeypatch.setattr(SourcePart, "document", lambda part, n: (read.append(n), document(part, n))[1])
+    for count in (len(DOCUMENTS) + 4, len(texts_held_out())):
+        read.clear()
+        loader.load_state_dict(beginning)
+        list(loader)
+        assert len(read) <= count + 1  # the cache may hold the last one
+        assert len(set(read)) == len(read)
+
+
+def test_sources_of_one_name_and_of_weight_zero_are_validated(tmp_path: Path) -> None:
+    paths = []
+    for folder in "abc":
+        (tmp_path / folder).mkdir()
+        paths.append(write_jsonl(tmp_path / folder / "train.jsonl", DOCUMENTS))
+    tables = [f'{{path = "{path}", held_out = 0.3, weight = {n % 2}}}' for n, path in enumerate(paths, 1)]
+    (tmp_path / "own.toml").write_text(
+        f"{CONFIG.replace('steps = 8', '')}\n[data]\nsources = [{', '.join(tables)}]\n"
+        '[[stages]]\nname = "first"\nsteps = 1\n[[stages]]\nname = "second"\nsteps = 1\n'
+    )
+    finish(tmp_path, "--job.config_file", str(tmp_path / "own.toml"))
+    lines = [line for line in read_metrics(tmp_path) if "validation_loss" in line]
+    assert lines
+    assert {f"validation_loss_train_{number}" for number in (1, 2, 3)} <= lines[-1].keys()
 
 
 def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) -> None:

@@ -709,11 +709,13 @@ def build_loaders(
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"
         validation_loaders[source.title] = open_once(_once(config.data, source), section=section)
-    for number, source in enumerate(config.data.all):
+    titles = [source.title or source.source_type for source in config.data.all]
+    for number, (source, title) in enumerate(zip(config.data.all, titles, strict=True)):
         if source.held_out:
             section = f"data.sources[{number}]" if config.data.sources else "data"
-            title = source.title or source.source_type
-            label = f"{title}_held_out" if title in validation_loaders else title
+            label = title if titles.count(title) == 1 else f"{title}_{number + 1}"
+            while label in validation_loaders:
+                label += "_held_out"
             validation_loaders[label] = open_once(_once(config.data, source), section=section, held_out=True)
     return open_loader(config.data, longest_seq_len=plan_of(config).longest_seq_len), validation_loaders
 
@@ -722,7 +724,7 @@ def _once(config: DataConfig, source: SourceConfig) -> DataConfig:
     """``source`` alone, read once, with the other options of ``[data]``."""
     fields = asdict(source)
     of_source = {key: fields[key] for key in asdict(SourceConfig())}
-    return replace(config, **of_source, sources=(), when_exhausted="stop")
+    return replace(config, **of_source | {"weight": 1.0}, sources=(), when_exhausted="stop")
 
 
 def initialize(model_parts: Sequence[Decoder], seed: int, device: torch.device) -> None:

@@ -220,6 +220,7 @@ class PackedTextStream(Stream):
     @state.setter
     def state(self, state: State) -> None:
         self._state_size = len(state)
+        self._require_size(len(state))
         first, *later = _shares_of(state)
         self._number, self._document, self._token, self._step, self._end = first
         self._later = tuple(later)
@@ -233,8 +234,15 @@ class PackedTextStream(Stream):
         self._tokens: Tokens | None = None  # tokens of the current document
         self._bytes: Bytes | None = None  # bytes of these tokens, if requested
 
+    def _require_size(self, size: int) -> None:
+        if size % len(Share._fields):
+            raise DataError(
+                f"the saved position in {self._source.name} is of other data, or of another version of torchtrain"
+            )
+
     def resume(self, saved: SavedPosition) -> int:
         """Divide what is left among this number of readers."""
+        self._require_size(saved.states.shape[1])
         readers = len(saved.states) if self._source.one_reader_per_row else saved.readers
         states = saved.states[:: len(saved.states) // readers]
         shares = states.reshape(readers, -1, len(Share._fields))
@@ -351,6 +359,8 @@ class PackedTextStream(Stream):
                 (self._number, self._document, token, self._step, self._end), *later = self._later
                 self._later = tuple(later)
                 self._token = token + (token > 0)  # it was the last label of a window
+                if self._document or token:
+                    self._begun_at = self._number
 
 
 class SequentialTextStream(Stream):
@@ -369,7 +379,7 @@ class SequentialTextStream(Stream):
         self._seq_len = request.seq_len
         self._order = permute(np.arange(source.parts), source.parts, stream_seed(request.seed))
         self._ends = array("q")  # the number of tokens up to the end of each document, as far as they have been read
-        self._document = functools.lru_cache(16)(self._read)
+        self._document = functools.lru_cache(4)(self._read)
 
     def fill(
         self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
@@ -383,22 +393,22 @@ class SequentialTextStream(Stream):
     def _fill(self, window: Tokens, start: int, sizes: Bytes | None) -> int:
         filled, place = 0, bisect.bisect_right(self._ends, start)
         while filled < len(window) and place < len(self._order):
-            tokens, size = self._document(place)
+            tokens, shares = self._document(place)
             if place == len(self._ends):
                 self._ends.append((self._ends[-1] if place else 0) + len(tokens))
             offset = start + filled - (self._ends[place - 1] if place else 0)
             taken = tokens[offset : offset + len(window) - filled]
             window[filled : filled + len(taken)] = taken
-            if sizes is not None and len(taken):
-                shares = byte_shares(tokens, self._token_bytes, size)
+            if sizes is not None:
                 sizes[filled : filled + len(taken)] = shares[offset : offset + len(taken)]
-            filled, place = filled + len(taken), place + 1
+            filled += len(taken)
+            place = bisect.bisect_right(self._ends, start + filled)  # documents that are known to be empty are skipped
         return filled
 
-    def _read(self, place: int) -> tuple[Tokens, int]:
-        """Tokens of the document at a place of the order, and the number of bytes of its text."""
+    def _read(self, place: int) -> tuple[Tokens, Bytes]:
+        """Tokens of the document at a place of the order, and the number of bytes of text that each stands for."""
         text = self._source.document(int(self._order[place]))
         if text is None and place == len(self._ends):
             self._source.count_skipped()
-        tokens = self._tokenizer.encode(text, bos=True, eos=True) if text else []
-        return np.array(tokens, dtype=np.int64), text_bytes(text or "")
+        tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True) if text else [], dtype=np.int64)
+        return tokens, byte_shares(tokens, self._token_bytes, text_bytes(text)) if text and len(tokens) else np.zeros(0)

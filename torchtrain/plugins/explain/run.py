@@ -100,10 +100,11 @@ def part_of(plan: RunPlan, step: int) -> int:
 
 def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
     """The config of a part of a run, to train the same steps in this process, without outputs."""
+    longest = max(config.data.longest_seq_len, plan_of(config).longest_seq_len)
     return replace(
         config,
         job=replace(config.job, dump_folder=dump_folder, stage=""),
-        data=replace(config.data, prefetch=0),
+        data=replace(config.data, prefetch=0, longest_seq_len=longest),
         validation=ValidationConfig(),
         parallelism=ParallelismConfig(),
         checkpoint=CheckpointConfig(enable=False, initial_load_path=config.checkpoint.initial_load_path),
@@ -112,6 +113,7 @@ def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
         metrics=MetricsConfig(enable_tensorboard=False, enable_report=False),
         profiling=ProfilingConfig(),
         debug=DebugConfig(),
+        plugins={name: section for name, section in config.plugins.items() if section.changes_run},
         stages=(),
     )
 

@@ -280,6 +280,10 @@ class TokenWindowStream(Stream):
 
     @state.setter
     def state(self, state: State) -> None:
+        if len(state) != 1:
+            raise DataError(
+                f"the saved position in {self._source.name} is of other data, or of another version of torchtrain"
+            )
         self._order = self._order_of(self._seq_len, *state)
 
     def _order_of(self, seq_len: int, block: int) -> WindowOrder:

@@ -37,7 +37,7 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
         (config.metrics.enable_loss_by_source, "metrics.enable_loss_by_source"),
         (config.metrics.norms_freq, "metrics.norms_freq"),
         (config.checkpoint.keep_best_k, "checkpoint.keep_best_k"),
-        (config.plugins.get("recheck") is not None, "[recheck]"),
+        (getattr(config.plugins.get("recheck"), "interval", 0), "recheck.interval"),
         (config.debug.fingerprint_steps, "debug.fingerprint_steps"),
         (config.training.enable_cpu_offload, "training.enable_cpu_offload"),
         (

@@ -10,6 +10,7 @@ from torchtrain.checkpoint.states import LoaderState
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
+from torchtrain.errors import ConfigError
 from torchtrain.plugins.replicas.group import ReplicaGroup
 
 
@@ -27,6 +28,7 @@ class PlaceState(LoaderState):
         super().__init__(loader, mesh)
         loader.reassign(range(loader.global_batch_size))
         self.place: Tensor = loader.state_dict()["rows"]
+        self._layout = loader.layout
         self._must_reread = True
 
     def state_dict(self) -> dict[str, Any]:
@@ -35,6 +37,11 @@ class PlaceState(LoaderState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._expected is not None:
             super().load_state_dict(state_dict)
+            if self.loader.layout != self._layout:  # it has more columns for what rows of the other batch had begun
+                raise ConfigError(
+                    "replicas cannot continue a run on text after a change of training.global_batch_size: set the old "
+                    "one again, or continue without replicas.lighthouse"
+                )
             self.place = self.loader.state_dict()["rows"]
         self._must_reread = True
 

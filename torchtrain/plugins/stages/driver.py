@@ -21,6 +21,7 @@ from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
 from torchtrain.datasets.builtin_sources import is_streamed, open_source
 from torchtrain.datasets.data_source import DataSource, SourceContext
+from torchtrain.datasets.held_out import SourcePart
 from torchtrain.datasets.order import number_of_readers
 from torchtrain.datasets.packing import TextSource
 from torchtrain.distributed.agreement import on_rank0
@@ -299,7 +300,8 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
     """
     loaders = [trainer.dataloader, *trainer.validation_loaders.values()]
     opened = [source for loader in loaders for source in loader.sources]
-    known: dict[str, DataSource] = {_key(source): of for source, of in zip(_sources(stages[0]), opened, strict=True)}
+    # The held-out parts come last: they are of sources that are there already.
+    known: dict[str, DataSource] = {_key(source): of for source, of in zip(_sources(stages[0]), opened, strict=False)}
 
     def is_streamed_as_opened(source: SourceConfig) -> bool:
         of = known.get(_key(source))
@@ -316,7 +318,10 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
                     tokenizer=trainer.tokenizer,
                     verify_bytes=own.data.verify_gib * 2**30,
                 )
-                known[_key(source)] = open_source(source, context)
+                found = open_source(source, context)
+                if source.held_out:
+                    found = SourcePart(found, source.held_out, held_out=True, section=context.section)
+                known[_key(source)] = found
             try:
                 check_data_of_validation_parts(own)
                 check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
