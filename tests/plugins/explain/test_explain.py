@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,14 @@ from forked_command import run_command
 from forked_run import CONFIG, logged_losses, patched_loss, saved_tensors
 
 from torchtrain.config.parse import from_text
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.datasets.data_source import Place
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.explain.explanation import split_at
-from torchtrain.plugins.explain.run import open_run
+from torchtrain.plugins.explain.run import on_one_rank, open_run
+from torchtrain.plugins.recheck.options import RecheckConfig
 
 SMALL = [
     *("--model.shape.dim=32", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
@@ -285,3 +287,12 @@ def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
     assert "the data are not those of the checkpoint of step 6 any more" in explain(
         copy, "--step=7", "--without-weights", code=2
     )
+
+
+def test_steps_are_trained_again_in_the_same_order_without_plugins_that_only_watch() -> None:
+    config = replace(JobConfig(), plugins={"recheck": RecheckConfig(interval=10)})
+    again = on_one_rank(config, "folder")
+    assert again.plugins == {}
+    assert again.data.longest_seq_len == config.training.seq_len
+    longer = replace(config, data=replace(config.data, longest_seq_len=2**20))
+    assert on_one_rank(longer, "folder").data.longest_seq_len == 2**20
