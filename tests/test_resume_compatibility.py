@@ -41,6 +41,11 @@ FROZEN = {  # every option, by kind and section
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",
         "debug": "fingerprint_steps",
         "comm": "init_timeout_seconds train_timeout_seconds",
+        "recheck": "interval on_wrong_rank",
+        "replicas": (
+            "lighthouse id min host collective_timeout_seconds quorum_timeout_seconds lighthouse_retries max_discarded "
+            "on_stop"
+        ),
         "estimate": (
             "world_size gpu gpus_per_node memory_gib network_gigabits mtbf_hours node_mtbf_hours save_seconds "
             "restart_seconds all_layers search search_seconds output json picture"

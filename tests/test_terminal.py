@@ -224,7 +224,8 @@ def test_quickstart_shows_the_screens_of_a_default_run() -> None:
     """Its description and its results have the rows of a run (tests above), in their order and columns."""
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    for head, labels in (("run debug_model: ", LABELS), ("results of debug_model:", RESULTS)):
+    results = [*RESULTS[:3], "validation", *RESULTS[3:]]
+    for head, labels in (("run debug_model: ", LABELS), ("results of debug_model:", results)):
         (block,) = (block for block in blocks if re.search(rf"^[0-9:]+ {head}", block, re.MULTILINE))
         rows = re.split(rf"^[0-9:]+ {head}.*\n", block, flags=re.MULTILINE)[1].splitlines()
         assert [row[:15].strip() for row in rows if row[:15].strip()] == labels
