@@ -136,6 +136,16 @@ def test_streams_of_a_smaller_batch_do_not_continue_those_of_a_larger(tmp_path: 
     assert torch.equal(take(new, 3)[:, 1], take(whole, 3)[2, 3:])
 
 
+@pytest.mark.parametrize("columns", [0, 3])
+def test_positions_of_other_versions_are_rejected(tmp_path: Path, text: DataConfig, columns: int) -> None:
+    prepared = DataConfig(path=write_prepared(tmp_path / "tokens", text.path), prefetch=0)  # type: ignore[arg-type]
+    for config in (text, prepared) if columns else (prepared,):
+        for batch in (4, 8):
+            rows = np.zeros((4, 2 + columns), dtype=np.int64)
+            with pytest.raises(DataError, match=r"the saved position in .* is of other data, or of another version"):
+                loader(config, batch=batch).resume(rows, LoaderLayout(4, 16, (columns,)), (True,))
+
+
 def test_source_of_weight_zero_is_never_chosen() -> None:
     rows = np.arange(1000)
     assert set(Mixture([1, 0, 2, 0]).choose(rows).tolist()) == {0, 2}

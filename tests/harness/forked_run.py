@@ -52,7 +52,10 @@ def _nothing() -> None:
     return None
 
 
-def _main(rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Path, shape: TransformerConfig) -> None:
+def train_and_exit(
+    rank: int, ranks: int, port: int, argv: list[str], hook: Hook, log: Path, shape: TransformerConfig
+) -> None:
+    """Train as one of ``ranks``, with its output in ``log``, and end the process."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
     )
@@ -94,7 +97,9 @@ class ForkedRun:
         argv += ["--job.dump_folder", str(folder), *options]
         self.logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
         self.processes = [
-            context().Process(target=_main, args=(rank, ranks, port, argv, hook, self.logs[rank], shape), daemon=True)
+            context().Process(
+                target=train_and_exit, args=(rank, ranks, port, argv, hook, self.logs[rank], shape), daemon=True
+            )
             for rank in range(ranks)
         ]
         for process in self.processes:

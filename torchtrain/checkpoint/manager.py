@@ -268,7 +268,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     def take_lease(self, step: int) -> None:
         """Acquire the writer lease for a save of ``step``, unless this start holds it; see ``find_resume_point``.
 
-        The run has not left the checkpoints before ``step``, whoever has saved them: they are not superseded.
+        Checkpoints before ``step`` are of this run, whichever replica has saved them: they are not superseded.
         """
         self.wait()
 

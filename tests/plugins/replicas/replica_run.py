@@ -10,10 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 from unittest.mock import patch
 
-from forked_run import read_metrics, same_tensors, saved_tensors
+from forked_run import read_metrics, same_tensors, saved_tensors, train_and_exit
 from forkserver import context, free_port
 
 from torchtrain.models.llama import TransformerConfig
@@ -165,26 +165,9 @@ def wait_for_all(folder: Path, members: int, kill: Kill) -> None:
     ReplicaGroup.connect, ReplicaGroup.begin = connected, beginning  # type: ignore[method-assign]
 
 
-def _main(
-    rank: int, ranks: int, port: int, argv: list[str], hooks: Sequence[Callable[[], object]], log: Path
-) -> NoReturn:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(port)
-    )
-    with log.open("a", buffering=1) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    import torch
-
-    from torchtrain.train import main
-
-    torch.set_num_threads(1)
+def _call(hooks: Sequence[Callable[[], object]]) -> None:
     for hook in hooks:
         hook()
-    with patch("torchtrain.models.model_config.flavor_config", lambda *_: SHAPE):
-        code = main(argv)
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def _lighthouse(port: int) -> None:
@@ -249,8 +232,8 @@ class Replicas:
         hooks = [kill.install, partial(wait_for_all, self.folder, self.members, kill)]
         self.processes[replica] = [
             context().Process(
-                target=_main,
-                args=(rank, self.ranks, port, argv, hooks, self.log(replica, rank)),
+                target=train_and_exit,
+                args=(rank, self.ranks, port, argv, partial(_call, hooks), self.log(replica, rank), SHAPE),
                 daemon=True,
             )
             for rank in range(self.ranks)

@@ -284,7 +284,7 @@ class TokenWindowStream(Stream):
             raise DataError(
                 f"the saved position in {self._source.name} is of other data, or of another version of torchtrain"
             )
-        self._order = self._order_of(self._seq_len, *state)
+        self._order = self._order_of(self._seq_len, state[0])
 
     def _order_of(self, seq_len: int, block: int) -> WindowOrder:
         return WindowOrder(self._targets, seq_len, block, self._seed)
@@ -296,9 +296,9 @@ class TokenWindowStream(Stream):
     def resume(self, saved: SavedPosition) -> int:
         """Continue in the same epoch. With another sequence length, the windows that are left of the group of the last
         one are left out, so that nothing is read twice."""
-        old = self._order_of(saved.seq_len, *saved.states[0].tolist())
+        self.state = tuple(saved.states[0].tolist())
+        old = self._order_of(saved.seq_len, self._order.block)
         if saved.seq_len == self._seq_len:
-            self._order = old
             return saved.windows_drawn
         new = self._order_of(self._seq_len, max(old.block, power_of_two(self._seq_len)))
         epoch, number = divmod(saved.windows_drawn, max(1, self._windows_of(old)))

@@ -1,4 +1,4 @@
-"""Plugin: replicas of a job that may die and join while the run goes on (docs/replicas.md)."""
+"""Plugin: replicas of a job that may die and join while the run continues (docs/replicas.md)."""
 
 from typing import Any
 

@@ -35,7 +35,7 @@ class ReplicasConfig(Section, name="replicas"):
     """Maximum number of attempts of one step that the replicas discard in a row."""
     on_stop: Literal["leave", "all"] = "leave"
     """What a request to stop (docs/faults.md) that one replica gets means. leave: it leaves after its step,
-    and the others go on. all: all replicas stop after this step, and one of them saves."""
+    and the others continue. all: all replicas stop after this step, and one of them saves."""
 
     @property
     def own_id(self) -> str:
