@@ -11,10 +11,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from torchtrain.datasets.data_source import StreamRequest
+from torchtrain.datasets.data_source import Stream, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
-from torchtrain.datasets.packing import DocumentSource
+from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.plugins.prepared_data.tokenized import TokenWindowStream
 from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_size
@@ -45,6 +45,13 @@ class Documents(DocumentSource):
 
     def document(self, number: int) -> str | None:
         return self.texts[number]
+
+
+class DividedDocuments(Documents):
+    """Read once, but divided among the rows as data that are repeated."""
+
+    def streams(self, request: StreamRequest) -> list[Stream]:
+        return TextSource.streams(self, request)
 
 
 class Tokens:
@@ -114,13 +121,22 @@ def labels_of_chain(
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_token_of_text_is_trained_on_once(seed: int) -> None:
+@pytest.mark.parametrize("kind", [Documents, DividedDocuments])
+def test_every_token_of_text_is_trained_on_once(kind: type[Documents], seed: int) -> None:
     random_numbers = random.Random(seed)
-    source = Documents([random_numbers.choice([1, 2, 7, 20, 90]) for _ in range(random_numbers.randrange(20, 80))])
+    source = kind([random_numbers.choice([1, 2, 7, 20, 90]) for _ in range(random_numbers.randrange(20, 80))])
     counts, _ = labels_of_chain(source, random_numbers, [5, 8, 16, 33])
     del counts[0], counts[1]  # bos and eos
     assert set(counts.values()) == {1}
     assert counts.keys() == set(source.tokens)
+
+
+@pytest.mark.parametrize("batch", [1, 5, 8])
+def test_stop_trains_on_every_whole_batch(batch: int) -> None:
+    source = Documents([random.Random(1).choice([1, 40, 900]) for _ in range(60)])
+    tokens = len(source.tokens) + 2 * 60
+    batches = list(loader_of(source, batch, 10, 1, 0, 10))
+    assert sum(bool((found.labels != IGNORE_INDEX).all()) for found in batches) == (tokens - 1) // (batch * 10)
 
 
 @pytest.mark.parametrize("documents", [1, 2, 3])

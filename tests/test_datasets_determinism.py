@@ -11,7 +11,10 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_fold
 
 from torchtrain.config.schema import DataConfig, SourceConfig
 
-SOURCES = ["jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"]
+SOURCES = [
+    *("jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"),
+    "mix read once",
+]
 STEPS = 50
 
 
@@ -38,6 +41,10 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataConfig]:
                 SourceConfig(name=hub_parquet, weight=1),
             ),
             streams=4,
+        ),
+        "mix read once": DataConfig(
+            sources=(SourceConfig(type="standard_library"), SourceConfig(path=str(folder / "b.txt"), weight=0.5)),
+            when_exhausted="stop",
         ),
     }
 

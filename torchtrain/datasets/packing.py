@@ -126,9 +126,12 @@ class DocumentSource(TextSource):
         return Place(self.name, f"document {part}")
 
     def streams(self, request: StreamRequest) -> list[Stream]:
-        if request.sequential and not request.repeat:
+        if request.repeat:
+            return super().streams(request)
+        if request.sequential:
             return [SequentialTextStream(self, request)] * len(request.rows)
-        return super().streams(request)
+        sequence = _Sequence(PackedTextStream(self, request, 0, 1), self.name)
+        return [DealtTextStream(sequence, request.seq_len) for _ in request.rows]
 
     def read_all(self, numbers: range) -> Iterator[str | None]:
         """The documents of ``numbers``; override it if there is a faster way than one by one."""
@@ -179,6 +182,14 @@ def _shares_of(state: State) -> list[Share]:
     size = len(Share._fields)
     shares = [Share(*state[start : start + size]) for start in range(0, len(state), size)]
     return [share for share in shares if share.step]
+
+
+def _require_same_kind(same: bool, name: str) -> None:
+    if not same:
+        raise DataError(
+            f"the saved position in {name} is of other data, of another data.when_exhausted, or of another version of "
+            "torchtrain"
+        )
 
 
 class PackedTextStream(Stream):
@@ -235,10 +246,7 @@ class PackedTextStream(Stream):
         self._bytes: Bytes | None = None  # bytes of these tokens, if requested
 
     def _require_size(self, size: int) -> None:
-        if size % len(Share._fields):
-            raise DataError(
-                f"the saved position in {self._source.name} is of other data, or of another version of torchtrain"
-            )
+        _require_same_kind(size % len(Share._fields) == 0, self._source.name)
 
     def resume(self, saved: SavedPosition) -> int:
         """Divide what is left among this number of readers."""
@@ -361,6 +369,83 @@ class PackedTextStream(Stream):
                 self._token = token + (token > 0)  # it was the last label of a window
                 if self._document or token:
                     self._begun_at = self._number
+
+
+class _Sequence:
+    """All documents one after the other, which the rows of a rank read together."""
+
+    def __init__(self, documents: PackedTextStream, name: str) -> None:
+        self.documents = documents
+        self.name = name
+        self.tokens = 0
+        """Number of tokens before the position of ``documents``."""
+
+    def seek(self, tokens: int, state: State, tokens_before: int, *, count_bytes: bool) -> None:
+        """Go to where ``tokens`` tokens are before: from here or, if that is not on the way, from ``state``."""
+        if not tokens_before <= self.tokens <= tokens:
+            self.documents.state, self.tokens = state, tokens_before
+        skipped = np.empty(tokens - self.tokens + 1, dtype=np.int64)
+        # The bytes of a document are counted when it is read.
+        self.documents.fill([skipped], [0], [np.empty(len(skipped))] if count_bytes else None)
+        self.tokens = tokens
+
+
+class DealtTextStream(Stream):
+    """The windows of one row, where all rows in turn take the next window of one sequence of all documents.
+
+    So all rows end together, and only what does not fill the last batch is left. The price is that each rank tokenizes
+    all documents, also those of other ranks' rows.
+
+    The state is that of the sequence before the last window of this row, the number of tokens before that window, and
+    the number of tokens before the first window, which is not 0 after a change of the sequence length.
+    """
+
+    def __init__(self, sequence: _Sequence, seq_len: int) -> None:
+        self._sequence = sequence
+        self._seq_len = seq_len
+        self._state = (*sequence.documents.state, 0, 0)
+
+    @property
+    def state(self) -> State:
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        _require_same_kind(len(state) == len(self._state), self._sequence.name)
+        self._state = state
+
+    def resume(self, saved: SavedPosition) -> int:
+        """Continue with the token after the windows that were drawn."""
+        _require_same_kind(saved.states.shape[1] == len(self._state), self._sequence.name)
+        *position, before, first = saved.states[saved.states[:, -2].argmax()].tolist()
+        windows_drawn = -(-saved.windows_drawn * saved.seq_len // self._seq_len)
+        first += saved.windows_drawn * saved.seq_len - windows_drawn * self._seq_len
+        self.state = (*position, before, first)
+        return windows_drawn
+
+    def _go_to(self, window: int, *, count_bytes: bool) -> PackedTextStream:
+        """The sequence, at the beginning of the window of this number."""
+        *position, before, first = self._state
+        start = first + window * self._seq_len
+        self._sequence.seek(start, tuple(position), before, count_bytes=count_bytes)
+        self._state = (*self._sequence.documents.state, start, first)
+        return self._sequence.documents
+
+    def fill(
+        self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
+    ) -> list[int]:
+        filled = []
+        for number, (window, drawn) in enumerate(zip(windows, windows_drawn, strict=True)):
+            documents = self._go_to(drawn, count_bytes=sizes is not None)
+            filled += documents.fill([window], [drawn], None if sizes is None else [sizes[number]])
+            self._sequence.tokens += self._seq_len
+        return filled
+
+    def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
+        state = self._state
+        pieces = [piece for drawn in windows_drawn for piece in self._go_to(drawn, count_bytes=False).locate([drawn])]
+        self._state = state
+        return pieces
 
 
 class SequentialTextStream(Stream):

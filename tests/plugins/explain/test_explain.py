@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -91,13 +91,18 @@ def text_at(place: Place) -> str:
     return text
 
 
-@pytest.mark.parametrize("kinds", ["local", "text", "prepared", "streamed", "parquet", "compressed", "local prepared"])
+@pytest.mark.parametrize(
+    "kinds", ["local", "text", "prepared", "streamed", "parquet", "compressed", "local prepared", "local once"]
+)
 def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
+    once = kinds.endswith(" once")
+    kinds = kinds.removesuffix(" once")
     sources = [one(tmp_path / kind, kind) for kind in kinds.split()]
-    config = DataConfig(sources=tuple(sources), prefetch=0, streams=4, document_mask=True)
+    exhausted: Literal["stop", "repeat"] = "stop" if once else "repeat"
+    config = DataConfig(sources=tuple(sources), prefetch=0, streams=4, document_mask=True, when_exhausted=exhausted)
     loader, undisturbed = make_loader(config, range(4), batch=4), make_loader(config, range(4), batch=4)
     files, documents = set(), []
-    for _ in range(45):  # more than two epochs
+    for _ in range(18 if once else 45):  # more than two epochs
         located, batch = loader.locate(), next(loader)
         assert torch.equal(batch.tokens, take(undisturbed, 1)[0])
         assert batch.sources is not None
@@ -113,7 +118,7 @@ def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
             assert tokens == [*batch.tokens[row].tolist(), int(batch.labels[row, -1])]
     loader.close()
     assert len(files) >= {"text": 60, "prepared": 1}.get(kinds, 2)
-    if kinds != "local prepared":
+    if kinds != "local prepared" and not once:
         assert len(set(documents)) == len(DOCUMENTS)  # in each epoch the same places
 
 
