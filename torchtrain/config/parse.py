@@ -104,6 +104,8 @@ def parse(
             args=argv,
             default=command_line(**values),
             use_underscores=True,
+            # Our own help reads the options' docstrings; tyro would look for comments in the source at every parse.
+            config=(tyro.conf.HelptextFromCommentsOff,),
         )
     # If tyro and config_file read different paths, the values of the file would be ignored silently.
     assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
