@@ -148,7 +148,7 @@ class HarnessModel(HarnessBase):
     def added_ids(self) -> tuple[list[int], list[int]]:
         return self.trained.added_ids
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _scores(self, rows: Sequence[Sequence[int]], counts: Sequence[int]) -> list[tuple[float, bool]]:
         # No token attends to the padding on the right.
         tokens = pad_sequence([torch.tensor(row[:-1] or [0]) for row in rows], batch_first=True)

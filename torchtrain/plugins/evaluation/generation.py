@@ -59,7 +59,7 @@ class CachedAttention(nn.Module):
         return out
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate(
     model: Decoder,
     prompts: Sequence[Sequence[int]],
