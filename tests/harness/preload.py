@@ -23,8 +23,12 @@ for name in (
     "pytest",  # a test's module imports it when a rank calls one of its functions
 ):
     import_module(name)
-for name in ("scipy.io", "s3fs"):  # optional; datasets imports the first one when it opens files
-    with suppress(ImportError):
+for name in (
+    "scipy.io",  # datasets imports it when it opens files
+    "s3fs",
+    "torchtrain.plugins.report.curves",
+):
+    with suppress(ImportError):  # they are optional
         import_module(name)
 inspect.getsource = cache(inspect.getsource)  # tyro calls it for the option texts at each parse
 import_module("torchtrain.config.parse").parse([])

@@ -58,11 +58,13 @@ metric_list:
 }
 
 
-def skip_default_tasks() -> None:
-    """Indexing the thousands of tasks of the harness takes many seconds."""
+def skip_slow_parts() -> None:
+    """Indexing the thousands of tasks of the harness, and a list of all packages for its results, take many seconds."""
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
     TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
+    evaluator.add_env_info = lambda _results: None
 
 
 def write_tasks(folder: Path, tasks: Mapping[str, str] = TASKS) -> None:
@@ -85,7 +87,7 @@ def evaluate(
         *("--output_path", str(output)),
         ranks=ranks,
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=skip_default_tasks,
+        hook=skip_slow_parts,
     )
     (results,) = output.rglob("results_*.json")
     scores = json.loads(results.read_text())["results"]
@@ -174,7 +176,7 @@ def test_sampled_answers_differ_and_depend_on_the_seed(trained_run: Path) -> Non
 def remove_bos_and_eos() -> None:
     from torchtrain.datasets.tokenizers import SentencePieceTokenizer
 
-    skip_default_tasks()
+    skip_slow_parts()
     read = SentencePieceTokenizer.__init__
 
     def read_without_tokens(self: SentencePieceTokenizer, content: bytes) -> None:
@@ -238,7 +240,7 @@ def test_errors_of_the_harness_exit_with_2(tmp_path: Path, options: str, message
         "torchtrain.evaluate",
         *(*options.split(), "--include_path", str(tmp_path)),
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=skip_default_tasks,
+        hook=skip_slow_parts,
     )
     assert found.returncode == 2, found.stderr
     assert message in found.stderr.splitlines()[-1]
@@ -249,7 +251,7 @@ def go_offline() -> None:
     import datasets
     import huggingface_hub
 
-    skip_default_tasks()
+    skip_slow_parts()
     huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True  # otherwise it retries for long
 
 
@@ -273,7 +275,7 @@ def test_answer_longer_than_the_training_sequences_is_an_error(trained_run: Path
     found = run_command(
         *("torchtrain.evaluate", *options, "--tasks", "choice", "--include_path", str(tmp_path)),
         environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-        hook=skip_default_tasks,
+        hook=skip_slow_parts,
     )
     assert found.returncode == 2
     assert "the context of the model has 64: take a task with shorter answers" in found.stderr

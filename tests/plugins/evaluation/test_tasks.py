@@ -21,7 +21,7 @@ from forked_command import checked_command, run_command
 from forked_run import read_metrics
 from gloo_pool import GlooPool
 from parity import TINY, build, config_of, full_weights
-from test_evaluate import CHOICES, TASKS, evaluate, skip_default_tasks, write_tasks
+from test_evaluate import CHOICES, TASKS, evaluate, skip_slow_parts, write_tasks
 from test_samples import Letters
 
 from torchtrain.config.schema import JobConfig, ValidationConfig
@@ -73,7 +73,7 @@ def train(folder: Path, tmp_path: Path, ranks: int, *options: str) -> list[dict[
         *options,
         ranks=ranks,
         environment=OFFLINE,
-        hook=skip_default_tasks,
+        hook=skip_slow_parts,
     )
     return read_metrics(folder)
 
@@ -302,7 +302,7 @@ def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         *(str(tmp_path / "run"), "--validation.enable", "--validation.path", str(tmp_path / "texts.jsonl")),
         *("--validation.tasks", "choice", "far", "--validation.tasks_path", str(tmp_path)),
         environment=OFFLINE,
-        hook=skip_default_tasks,
+        hook=skip_slow_parts,
     )
     assert found.returncode == 2
     assert "error: validation.tasks: far are not tasks of lm-evaluation-harness; `lm-eval ls tasks`" in found.stderr
@@ -382,7 +382,7 @@ def test_no_requests_have_no_answers() -> None:
 def signal_while_requests_are_built() -> None:
     from lm_eval.api.task import ConfigurableTask
 
-    skip_default_tasks()
+    skip_slow_parts()
     original, calls = ConfigurableTask.construct_requests, 0
 
     def construct(*arguments: Any, **options: Any) -> Any:
@@ -423,7 +423,7 @@ def test_requests_that_cannot_be_answered_are_rejected_before_training(tmp_path:
         *("--validation.tasks", "choice", "--validation.tasks_path", str(tmp_path), "--training.seq_len", "64"),
         *("--model.shape.n_layers", "1", "--training.local_batch_size", "1"),
         environment=OFFLINE,
-        hook=skip_default_tasks,
+        hook=skip_slow_parts,
     )
     assert found.returncode == 2, found.stderr
     assert re.search(

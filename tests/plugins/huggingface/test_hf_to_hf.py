@@ -12,7 +12,7 @@ import torch.distributed as dist
 import transformers
 from forked_run import finish
 from json_tokenizers import BOS, EOS, save_tokenizer
-from test_evaluate import skip_default_tasks, write_tasks
+from test_evaluate import skip_slow_parts, write_tasks
 from test_tokenizer_json import save_with_post_processor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,7 +57,7 @@ def score(model: str, arguments: str, tasks: Path, monkeypatch: pytest.MonkeyPat
     words += ["--include_path", str(tasks), "--output_path", str(output)]
     monkeypatch.setattr(sys, "argv", words)
     monkeypatch.setattr(TaskManager, "__init__", TaskManager.__init__)  # restored at the end of the test
-    skip_default_tasks()
+    skip_slow_parts()
     assert evaluate.main() == 0
     results: dict[str, Any] = json.loads(next(output.rglob("results_*.json")).read_text())["results"]["rolling"]
     return results
