@@ -102,7 +102,8 @@ def test_own_model_trains_the_same_run_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:
     name, one_rank = trained
-    finish(tmp_path, *options(name), *LAYOUTS[layout], ranks=2, hook=partial(import_from, modules))
+    switches = [*LAYOUTS[layout], "--checkpoint.no-enable"]
+    finish(tmp_path, *options(name), *switches, ranks=2, hook=partial(import_from, modules))
     assert losses(tmp_path) == pytest.approx(losses(one_rank), rel=1e-5)
     assert len(losses(tmp_path)) == 8
     assert norms(tmp_path) == pytest.approx(norms(one_rank), rel=1e-3)

@@ -104,7 +104,7 @@ def compare_all_layouts(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple
     return len(pairs)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_layouts_are_reported_as_identical(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
     compare_all_layouts(gloo, tmp_path, dtype, QUICK, steps=2)
 

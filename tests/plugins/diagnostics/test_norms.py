@@ -129,7 +129,9 @@ def one_rank(gloo: GlooPool) -> Norms:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "CP, TP" else name for name in LAYOUTS]
+)
 def test_norms_are_the_same_on_layouts(gloo: GlooPool, one_rank: Norms, layout: str) -> None:
     ranks, parallelism, training = LAYOUTS[layout]
     assert [step for step, _ in one_rank] == [2]
