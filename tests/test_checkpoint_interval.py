@@ -16,7 +16,16 @@ from forked_run import finish, logged_losses, patched_loss, read_metrics, same_t
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.local_storage import saved_steps
 from torchtrain.checkpoint.manager import SaveClock
-from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, OptimizerConfig
+from torchtrain.checkpoint.retention import not_kept
+from torchtrain.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    EMAConfig,
+    JobConfig,
+    JobSection,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from torchtrain.errors import ConfigError
 from torchtrain.fault_tolerance import nonfinite_guard
 from torchtrain.logging import logger
@@ -72,6 +81,11 @@ def test_multiples_and_the_best_by_validation_are_kept(tmp_path: Path) -> None:
     best = min(losses, key=losses.__getitem__)
     assert best in (2, 4)
     assert saved_steps(tmp_path / "run/checkpoint") == [best, 6, 10]
+    # Another node, whose dump folder is empty, knows the losses by the checkpoints.
+    options += [f"--checkpoint.folder={tmp_path}/run/checkpoint", "--checkpoint.keep_every=0", "--training.steps=14"]
+    finish(tmp_path / "other", *options, "--checkpoint.interval=2", ranks=2, hook=diverging)
+    assert saved_steps(tmp_path / "run/checkpoint") == [best, 14]
+    assert min(line["step"] for line in read_metrics(tmp_path / "other") if "validation_loss" in line) == 10
     with pytest.raises(ConfigError, match=r"checkpoint.keep_best_k needs validations: set data.held_out"):
         JobConfig(checkpoint=CheckpointConfig(keep_best_k=2))
 
@@ -159,8 +173,42 @@ def test_too_little_disk_space_is_a_warning(
     for free, warns in ((400e9, True), (600e9, False)):
         caplog.clear()
         with patch.object(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free)):
-            run_description.warn_about_checkpoints(config, flavor_config("llama3", "8B"))
+            run_description.warn_about_checkpoints(config, flavor_config("llama3", "8B"), 0)
         assert ("may need 513.9 GB: make room" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("options", "start", "count"),
+    [
+        ({}, 0, 6),
+        ({"keep_best_k": 2}, 0, 8),
+        ({"keep_every": 300}, 0, 6 + 3),  # of 300, 600 and 900
+        ({"keep_every": 300, "keep_best_k": 1}, 600, 7 + 1),  # those of 300 and 600 are on the disk
+        ({"keep_latest_k": 0}, 0, 10),
+        ({"keep_latest_k": 0}, 450, 6),
+    ],
+)
+def test_checkpoints_that_the_disk_must_hold_are_those_of_all_options(
+    options: dict[str, int], start: int, count: int
+) -> None:
+    config = JobConfig(
+        checkpoint=CheckpointConfig(interval=100, **options),  # type: ignore[arg-type]
+        training=TrainingConfig(steps=1000),
+        data=DataConfig(held_out=0.01),
+    )
+    assert run_description.most_checkpoints(config, start) == count
+
+
+def test_checkpoints_that_no_option_keeps() -> None:
+    """The best are those of each part of the run, and multiples of keep_every need not be those of the interval."""
+    steps = [3, 6, 9, 12, 15, 18, 21]
+    losses = {3: ("", 1.0), 6: ("", 3.0), 9: ("", 2.0), 12: ("anneal", 5.0), 15: ("anneal", 6.0), 30: ("", 0.5)}
+    assert not_kept(CheckpointConfig(keep_latest_k=2), steps, {}) == [3, 6, 9, 12, 15]
+    assert not_kept(CheckpointConfig(keep_latest_k=0, keep_every=7), steps, losses) == []
+    assert not_kept(CheckpointConfig(keep_latest_k=1, keep_every=7), steps, {}) == [3, 6, 12, 18]
+    assert not_kept(CheckpointConfig(keep_latest_k=1, keep_best_k=1), steps, losses) == [6, 9, 15, 18]
+    assert not_kept(CheckpointConfig(keep_latest_k=1, keep_best_k=2), steps, losses) == [6, 18]
+    assert not_kept(CheckpointConfig(keep_latest_k=1, keep_best_k=1), steps, {}) == [], "no loss is known"
 
 
 @pytest.mark.parametrize(

@@ -361,11 +361,11 @@ def test_validation_losses_are_finite_and_of_steps_that_are_not_undone(tmp_path:
         {"step": 4, "event": "rolled_back"},
         {"step": 5, "loss": 2.0},
         {"step": 5, "validation_ema_loss": 2.5},  # of averaged weights alone
-        {"step": 6, "validation_loss": 2.75, "validation_ema_loss": 2.5},
+        {"step": 6, "stage": "anneal", "validation_loss": 2.75, "validation_ema_loss": 2.5},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (tmp_path / "metrics.jsonl").write_text(text + '{"step": 7, "validation_lo')
-    assert validation_losses(tmp_path) == {2: 3.0, 5: 2.5, 6: 2.75}
+    assert validation_losses(tmp_path) == {2: ("", 3.0), 5: ("", 2.5), 6: ("anneal", 2.75)}
 
 
 def test_logged_validation_is_valid_until_the_run_restarts_before_its_step(tmp_path: Path) -> None:

@@ -317,6 +317,15 @@ def test_rate_of_tokens_is_that_of_the_steps_of_the_file(tmp_path: Path) -> None
     assert rows["tokens"] == "3K, on average 200 per second"
 
 
+def test_best_validation_is_that_of_the_same_stage(tmp_path: Path) -> None:
+    """Another stage may validate on other data, or on longer sequences."""
+    losses = [(2, "first", 1.0), (4, "first", 1.5), (6, "second", 3.0), (8, "second", 3.5)]
+    lines = [{"step": step, "stage": stage, "validation_loss": loss} for step, stage, loss in losses]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = summarize(read_run(tmp_path))
+    assert ("validation", "loss 3.5000, the best of second 3.0000 after step 6") in rows
+
+
 def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     """After a resume from step 2, what was written of later steps does not count, except for the time of a start."""
     step = {"tokens_per_second": 1.0, "step_seconds": 0.5}

@@ -254,7 +254,7 @@ class Trainer:
             loss_group=self.mesh.loss.get_group(),
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
             tokens_after=self.plan.tokens_after,
-            stage=config.job.stage,
+            part=config.job.stage,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             start_step=self.start_step,
@@ -340,7 +340,7 @@ class Trainer:
         """
         self.prepare_dump_folder()
         self.description.log()
-        warn_about_checkpoints(self.config, self.model_config)
+        warn_about_checkpoints(self.config, self.model_config, self.start_step)
         steps = self.config.training.steps
         missed_validation = self.misses_validation()
         if self.step >= steps and not (self.step == steps and (missed_validation or self.missing_exports())):

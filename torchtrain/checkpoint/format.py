@@ -353,7 +353,8 @@ class VerifiedWriter(FileSystemWriter):
     Args:
         staged: where the checkpoint is written; that of the same checkpoint on all ranks.
         config_toml: kept beside the tensors.
-        small_files: contents of more files beside the tensors, by name.
+        small_files: contents of more files beside the tensors, by name, or functions that return them, which are called
+            on the first rank when all tensors are written.
         manifest: lacks the files.
         write_outputs: writes files of metrics, which it creates with its argument; called on the first rank.
         before_commit, require_lease: see ``StagedCheckpoint.commit``.
@@ -364,7 +365,7 @@ class VerifiedWriter(FileSystemWriter):
         staged: StagedCheckpoint,
         config_toml: str,
         *,
-        small_files: Mapping[str, bytes] = MappingProxyType({}),
+        small_files: Mapping[str, bytes | Callable[[], bytes]] = MappingProxyType({}),
         manifest: Manifest | None = None,
         write_outputs: Callable[[Callable[[str], AbstractContextManager[Any]]], None] | None = None,
         before_commit: Callable[[], bool] = lambda: False,
@@ -375,7 +376,7 @@ class VerifiedWriter(FileSystemWriter):
         self.fs: Any = _StagedFiles(staged)
         self.transforms: Any = _PieceMarker(self.transforms)
         self.staged = staged
-        self.small_files = {CONFIG: config_toml.encode(), **small_files}
+        self.small_files: dict[str, bytes | Callable[[], bytes]] = {CONFIG: config_toml.encode(), **small_files}
         self.manifest = manifest or Manifest()
         self.write_outputs = write_outputs
         self.before_commit, self.require_lease = before_commit, require_lease
@@ -446,7 +447,7 @@ class VerifiedWriter(FileSystemWriter):
         super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
         for name, content in self.small_files.items():
             with self.fs.create_stream(name, "wb") as small_file:
-                small_file.write(content)
+                small_file.write(content() if callable(content) else content)
         own_records = dict(self.fs.records)
         if self.write_outputs is not None:
             with BestEffort(f"metrics in {self.staged.location}"):

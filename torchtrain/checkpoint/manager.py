@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter, read_manifest
 from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
+from torchtrain.checkpoint.retention import LOSSES, Losses, losses_to_bytes, not_kept, read_losses
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage, WriterLease
 from torchtrain.config.run_plan import OtherPartError
@@ -103,7 +104,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     stop: Stop | None = None  # None: the run is never asked to stop
     dump_folder: Path | None = None  # its metrics are stored and restored if the storage asks for it
     step_group: dist.ProcessGroup | None = None  # gloo group of the training thread; saves use another one
-    validation_losses: Callable[[], Mapping[int, float]] = dict  # by step, for ``keep_best_k``
+    validation_losses: Callable[[], Losses] = dict  # those in the dump folder, for ``keep_best_k``
 
     def __post_init__(self) -> None:
         self.group, self.lease = self.start.group, self.start.lease
@@ -120,6 +121,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         # save has failed, perhaps after the commit, so that any of this step may be it.
         self._own: dict[int, Hashable] = dict(self.start.found)
         self._failed_in_a_row = 0
+        # Of checkpoints before the one that was loaded: the dump folder may be new, or local to another node.
+        self._earlier_losses: Losses = {}
 
     # Loading
 
@@ -197,6 +200,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         loader = states.get("loader")
         if isinstance(loader, LoaderState):
             loader.expect(broadcast_from_rank0(lambda: read_manifest(checkpoint), self.group))
+        if self.config.keep_best_k:
+            self._earlier_losses = broadcast_from_rank0(lambda: read_losses(checkpoint), self.group)
         tensors = load_tensors(flatten(states), VerifiedReader(checkpoint), self.group)
         for name, state in states.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
@@ -246,10 +251,13 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         write_outputs = None
         if staged_checkpoint.with_outputs and self.dump_folder is not None:
             write_outputs = partial(pack_outputs, self.dump_folder)
+        small_files: dict[str, bytes | Callable[[], bytes]] = {DATA_FILES: self.start.data_files}
+        if self.config.keep_best_k:
+            small_files[LOSSES] = lambda: losses_to_bytes(self._known_losses(), list(self._own))
         self._writer = VerifiedWriter(
             staged_checkpoint,
             self.config_toml,
-            small_files={DATA_FILES: self.start.data_files},
+            small_files=small_files,
             write_outputs=write_outputs,
             manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
             before_commit=partial(self._before_commit, step),
@@ -428,27 +436,16 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             self._own[saved] = versions.get(saved)
             steps = [step for step in sorted(versions) if self._is_own(step, versions)]
             complete = [step for step in steps if self.storage.has_manifest(step)]
-            for step in self._not_kept(complete):
+            losses = self._known_losses() if self.config.keep_best_k else {}
+            for step in not_kept(self.config, complete, losses):
                 self.storage.delete(step, self._check_lease)
                 # The deletion after the save before, which may still be at work, may have removed it.
                 self._own.pop(step, None)
         except (OSError, TorchtrainError) as error:
             logger.warning(f"a checkpoint that is too old to keep cannot be deleted: {error}")
 
-    def _not_kept(self, steps: Sequence[int]) -> list[int]:
-        """Those of the complete checkpoints of ``steps``, in ascending order, that no option keeps."""
-        config = self.config
-        if not config.keep_latest_k:
-            return []
-        kept = set(steps[-config.keep_latest_k :])
-        if config.keep_every:
-            kept |= {step for step in steps if step % config.keep_every == 0}
-        if config.keep_best_k:
-            losses = self.validation_losses()
-            if not losses:  # they cannot be read, or none is known yet
-                return []
-            kept |= set(sorted(losses.keys() & set(steps), key=losses.__getitem__)[: config.keep_best_k])
-        return [step for step in steps if step not in kept]
+    def _known_losses(self) -> Losses:
+        return {**self.validation_losses(), **self._earlier_losses}
 
     def _wait_for_deletion(self) -> None:
         began = time.monotonic()

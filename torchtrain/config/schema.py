@@ -772,10 +772,10 @@ class CheckpointConfig(Section, name="checkpoint"):
     """Keep only the latest k checkpoints. 0: keep all of them. A checkpoint takes 12 bytes per parameter (1B: 15 GB,
     8B: 96 GB), and while one is written the disk holds one more."""
     keep_every: CountOrZero = 0
-    """Beside the latest, keep each checkpoint whose step is a multiple of this number. 0: none."""
+    """Beside the latest, keep the first checkpoint at or after each multiple of this number of steps. 0: none."""
     keep_best_k: CountOrZero = 0
     """Beside the latest, keep the k checkpoints of the lowest validation loss: of those after whose step the run has
-    validated. 0: none."""
+    validated, in each stage. 0: none."""
     load_step: Annotated[int, at_least(-1)] = -1
     """Step of the checkpoint to resume from. -1: the latest."""
     initial_load_path: str = ""

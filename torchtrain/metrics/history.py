@@ -18,15 +18,18 @@ UNDOING = ("start", "rolled_back")
 class Run:
     name: str
     lines: list[dict[str, Any]]  # numbers by step, ascending, each step once
-    starts: list[dict[str, Any]]  # the events "start" of processes, not those of later stages of the same process
+    starts: list[dict[str, Any]]  # the events "start" of processes, not those of later parts in one process
     restarts: list[int]
     faults: list[tuple[int, str]]  # step, event
-    borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a stage begins, and its name
+    borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a part begins, and its name
 
 
-def validation_losses(folder: Path) -> dict[int, float]:
-    """The validation loss after each step of the run in ``folder`` that has a finite one, without undone steps."""
-    losses: dict[int, float] = {}
+def validation_losses(folder: Path) -> dict[int, tuple[str, float]]:
+    """After each step of the run in ``folder`` that has a finite one, the part of the run and its validation loss.
+
+    Undone steps do not count. The part is empty if there is only one.
+    """
+    losses: dict[int, tuple[str, float]] = {}
     try:
         content = (folder / "metrics.jsonl").read_bytes()
     except OSError:  # there are no metrics yet
@@ -42,7 +45,7 @@ def validation_losses(folder: Path) -> dict[int, float]:
         if line.get("event") in UNDOING:
             losses = {earlier: loss for earlier, loss in losses.items() if earlier <= step}
         elif isinstance(loss, float) and math.isfinite(loss):
-            losses[step] = loss
+            losses[step] = line.get("stage", ""), loss
     return losses
 
 
@@ -58,7 +61,7 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
     by_step: dict[int, dict[str, Any]] = {}
     starts: list[dict[str, Any]] = []
     restarts, faults = [], []
-    stages: dict[str, int] = {}
+    parts: dict[str, int] = {}
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -75,9 +78,9 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
         if event is None:
             by_step.setdefault(line["step"], {}).update(line)
         elif event in UNDOING:
-            stage: Any = line.get("stage")
-            if stage is not None:
-                stages.setdefault(stage, line["step"])
+            part: Any = line.get("stage")
+            if part is not None:
+                parts.setdefault(part, line["step"])
             if event == "start" and not line.get("same_process"):
                 starts.append(line)
                 if by_step:
@@ -87,6 +90,6 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
             faults.append((line["step"], event))
     if not by_step:
         raise TorchtrainError(f"{file} has no step yet; wait for the first line of the log")
-    borders = [(step, stage) for stage, step in stages.items()]
+    borders = [(step, part) for part, step in parts.items()]
     lines = [by_step[step] for step in sorted(by_step)]
     return Run(file.parent.resolve().name, lines, starts, restarts, faults, borders)

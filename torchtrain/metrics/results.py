@@ -27,7 +27,7 @@ def log_results(
 
     Args:
         config: its config.
-        description: that of the last stage, if the run has stages.
+        description: that of the last part of the run, if there are several.
         step: the last step.
         hooks: they may do more with the results if the run is complete.
         is_complete: the run has ended, and was not stopped before: a run that is stopped has little time left.
@@ -63,15 +63,18 @@ def summarize(run: Run) -> list[tuple[str, str]]:
             f"; mean since the line before {_number(line['loss_mean'])}" for line in (last,) if "loss_mean" in line
         )
         rows.append(("loss", ", ".join(losses) + "".join(means)))
-    rows += sources_by_stage(run)
+    rows += sources_by_part(run)
     names = dict.fromkeys(name for line in run.lines for name in line)
     for name in (name for name in names if LOSS.match(name)):
-        found = [(line["step"], line[name]) for line in run.lines if line.get(name) is not None]
+        found = [(line.get("stage", ""), line["step"], line[name]) for line in run.lines if line.get(name) is not None]
         if found:
-            at_best, best = min(found, key=lambda pair: pair[1])
+            part, _, last_value = found[-1]
+            # Other parts of the run may have validated on other data.
+            best, at_best = min((value, step) for other, step, value in found if other == part)
             label = name.removeprefix("validation_").replace("_", " ")
-            last_value = _number(found[-1][1])
-            rows.append(("validation", f"{label} {last_value}, the best {_number(best)} after step {at_best:,}"))
+            of_part = f" of {part}" if part else ""
+            text = f"{label} {_number(last_value)}, the best{of_part} {_number(best)} after step {at_best:,}"
+            rows.append(("validation", text))
     for name in (name for name in names if TASK.match(name)):
         step, value = next((line["step"], line[name]) for line in reversed(run.lines) if name in line)
         label = name.removeprefix("validation_").replace("task_", "", 1).replace("_", " ")
@@ -79,23 +82,23 @@ def summarize(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def sources_by_stage(run: Run) -> list[tuple[str, str]]:
-    """A row for each data source: its tokens and its mean loss in each stage (``metrics.enable_loss_by_source``)."""
+def sources_by_part(run: Run) -> list[tuple[str, str]]:
+    """A row for each data source: its tokens and its mean loss in each part (``metrics.enable_loss_by_source``)."""
     prefix = "source_tokens_"
-    sums: dict[str, dict[str, list[float]]] = {}  # by source and stage: tokens, nats
+    sums: dict[str, dict[str, list[float]]] = {}  # by source and part: tokens, nats
     for line in run.lines:
         for key in (key for key in line if key.startswith(prefix)):
             source = key.removeprefix(prefix)
             tokens, loss = line[key], line.get(f"source_loss_{source}")
             if loss is not None:
-                of_stage = sums.setdefault(source, {}).setdefault(line.get("stage", ""), [0, 0.0])
-                of_stage[0] += tokens
-                of_stage[1] += tokens * loss
+                of_part = sums.setdefault(source, {}).setdefault(line.get("stage", ""), [0, 0.0])
+                of_part[0] += tokens
+                of_part[1] += tokens * loss
     rows = []
-    for source, stages in sums.items():
+    for source, parts in sums.items():
         texts = [
-            f"{stage}{': ' * bool(stage)}loss {nats / tokens:.4f} of {format_tokens(tokens)} tokens"
-            for stage, (tokens, nats) in stages.items()
+            f"{part}{': ' * bool(part)}loss {nats / tokens:.4f} of {format_tokens(tokens)} tokens"
+            for part, (tokens, nats) in parts.items()
         ]
         rows.append((f"source {source}", "; ".join(texts)))
     return rows

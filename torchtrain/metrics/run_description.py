@@ -248,7 +248,21 @@ def _start(config: JobConfig, start_step: int) -> str:
     return f"new run, initial weights of seed {config.training.seed}"
 
 
-def warn_about_checkpoints(config: JobConfig, model: DecoderConfig) -> None:
+def most_checkpoints(config: JobConfig, start_step: int) -> int:
+    """The number of checkpoints that a run which continues from ``start_step`` may still add to those that are kept.
+
+    With the one that is being written. Those that only ``interval_minutes`` asks for are not counted if all are kept.
+    """
+    options, plan = config.checkpoint, plan_of(config)
+    if not options.keep_latest_k:
+        return -(-(plan.last_step - start_step) // options.interval)
+    kept = options.keep_latest_k + options.keep_best_k * len(plan.parts)
+    if options.keep_every:
+        kept += plan.last_step // options.keep_every - start_step // options.keep_every
+    return kept + 1
+
+
+def warn_about_checkpoints(config: JobConfig, model: DecoderConfig, start_step: int) -> None:
     """Warn if no checkpoints are saved, or if the disk has too little room for them."""
     options = config.checkpoint
     if not options.enable:
@@ -261,11 +275,13 @@ def warn_about_checkpoints(config: JobConfig, model: DecoderConfig) -> None:
     while not folder.exists() and folder != folder.parent:  # it is created by the first save
         folder = folder.parent
     with suppress(OSError):
-        size = _checkpoint_size(config, count_parameters(model))
-        free, needed = shutil.disk_usage(folder).free, size * (options.keep_latest_k + 1)
+        count = most_checkpoints(config, start_step)
+        free, needed = shutil.disk_usage(folder).free, count * _checkpoint_size(config, count_parameters(model))
         if free < needed:
+            keep = {name: getattr(options, name) for name in ("keep_latest_k", "keep_every", "keep_best_k")}
+            set_options = ", ".join(f"{name} = {value}" for name, value in keep.items() if value) or "keep_latest_k = 0"
             logger.warning(
-                f"{folder} has {free / 1e9:,.1f} GB left, and {options.keep_latest_k or 'its'} checkpoints and the one "
-                f"being written may need {needed / 1e9:,.1f} GB: make room, name another job.dump_folder or "
-                "checkpoint.folder, or lower checkpoint.keep_latest_k"
+                f"{folder} has {free / 1e9:,.1f} GB left, and up to {count} checkpoints (checkpoint.{set_options}, "
+                f"and the one being written) may need {needed / 1e9:,.1f} GB: make room, name another job.dump_folder "
+                "or checkpoint.folder, or keep fewer"
             )

@@ -21,7 +21,7 @@ class RunResults:
     run: Run
     """Its lines of metrics."""
     description: RunDescription
-    """That of the last stage, if the run has stages."""
+    """That of the last part of the run, if there are several."""
     rows: Sequence[tuple[str, str]]
     """Labels and texts of time, tokens, losses, validation, and checkpoints."""
     next_commands: Sequence[str]
@@ -56,7 +56,7 @@ class StepHook:
         """Called at the end of the step."""
 
     def after_last_step(self) -> None:
-        """Called when the steps of a run or stage have ended, also by a request to stop, but not by an error."""
+        """Called when the steps of a run, or of a part of it, have ended, also by a stop, but not by an error."""
 
     def results(self, results: RunResults) -> Sequence[tuple[str, str]]:  # noqa: ARG002
         """Called on rank 0 when a run is complete. Returns labels and texts for its summary in the log."""

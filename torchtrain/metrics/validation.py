@@ -76,7 +76,7 @@ class ValidationPartFactory(Protocol):
 
     @staticmethod
     def check_data(config: JobConfig) -> None:
-        """Raise ConfigError if data of the part cannot be loaded. Called on rank 0, for a stage that is to come."""
+        """Raise ConfigError if data of the part cannot be loaded. Called on rank 0, for a later part of the run."""
 
     @staticmethod
     def build(context: ValidationContext) -> ValidationPart | None:

@@ -234,10 +234,10 @@ def _last_start(path: Path) -> dict[str, Any]:
     return last
 
 
-def changes_steps(path: Path, step: int, options: str, stage: str = "") -> bool:
-    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options, in the same stage.
+def changes_steps(path: Path, step: int, options: str, part: str = "") -> bool:
+    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options, in the same part.
 
-    ``options`` and ``stage``: of the process that now continues from ``step``, as in the events "start".
+    ``options`` and ``part``: of the process that now continues from ``step``, as in the events "start".
     """
     lines: list[dict[str, Any]] = []
     with suppress(OSError):  # there is none
@@ -253,7 +253,7 @@ def changes_steps(path: Path, step: int, options: str, stage: str = "") -> bool:
     starts = [line for line in lines if line.get("event") == "start"]
     before = [start for start in starts if start["step"] <= step][-1:]
     later = [start for start in starts if start["step"] > step]
-    return any(start.get("options") != options for start in (*before, *later) if start.get("stage", "") == stage)
+    return any(start.get("options") != options for start in (*before, *later) if start.get("stage", "") == part)
 
 
 def has_validation(path: Path, step: int) -> bool:
