@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import datasets
 import pyarrow
@@ -31,11 +32,12 @@ from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import file_formats, local_files, mixed_folder
 from torchtrain.datasets.data_source import SourceContext
-from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
+from torchtrain.datasets.file_formats import NotUTF8Error, ignore, require_utf8_file
 from torchtrain.datasets.local_files import open_files
 from torchtrain.errors import DataError, StorageError
 from torchtrain.plugins.prepared_data.source import PreparedFolder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.remote_data.remote_files import find_remote_files, streamed_file
 
 ROOT = Path(__file__).parent.parent
 LINES = "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS))
@@ -440,6 +442,36 @@ def test_malformed_lines_of_streamed_files_are_skipped_and_counted(
     for number, place in enumerate(places, 1):
         assert f"skipped {number} malformed line(s) so far: train.jsonl: {place}" in log.text
     assert (source.malformed, source.skipped) == (2, 0)
+
+
+@pytest.mark.parametrize(("suffix", "shares"), [("jsonl", 1), ("jsonl", 3), ("csv", 1), ("json", 1)])
+def test_malformed_lines_before_the_place_of_a_resume_are_not_counted_again(suffix: str, shares: int) -> None:
+    """Nor are they parsed, where a line is a document."""
+    if suffix == "jsonl":
+        raw = "".join(f'{{"text": "{n}"}}\n' if n % 3 else "broken\n" for n in range(60)).encode()
+    elif suffix == "csv":
+        raw = ("n,text\n" + "".join(f"{n},{n}\n" if n % 3 else f"{n}\n" for n in range(60))).encode()
+    else:
+        raw = json.dumps([{"text": str(n)} if n % 3 else "broken" for n in range(60)]).encode()
+    for share in range(shares):
+        arguments = (io.BytesIO(raw), f"a.{suffix}", len(raw), "text", share, shares, 10)
+        malformed: list[str] = []
+        with patch.object(file_formats, "_row", side_effect=file_formats._row) as parse_row:
+            texts = list(file_formats.documents_of_share(*arguments, on_malformed=malformed.append))
+        assert sum(not text for text in texts) == len(malformed) > 0
+        assert parse_row.call_count in (0, len(texts))
+
+
+def test_whole_file_is_searched_for_the_column_once(tmp_path: Path) -> None:
+    """Most parts of a file lack the column, among them the first ones."""
+    lines = [f'{{"{"text" if 600 <= n < 650 else "other"}": "{n}"}}' for n in range(1000)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (file,) = find_remote_files([f"file://{tmp_path}/a.jsonl"], "data.path", "data.path")
+    streamed = streamed_file(file, "text", None)
+    with patch.object(file_formats, "_row", side_effect=file_formats._row) as parse_row:
+        texts = [text for _ in range(2) for share in range(20) for text in streamed.read(share, 20, 0, ignore)]
+    assert len([text for text in texts if text]) == 2 * 50
+    assert parse_row.call_count == 2 * 1000 + 601, "once each epoch, and once up to the first row with text"
 
 
 def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

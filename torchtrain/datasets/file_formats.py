@@ -11,7 +11,10 @@ import gzip
 import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO
 
 from torchtrain.errors import DataError
@@ -90,7 +93,7 @@ def documents(
         return itertools.islice(_pieces(blocks), start, None)
     if kind == "json" and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         items = ((f"item {number}", item) for number, item in enumerate(_array(b"".join(blocks)), 1))
-        return itertools.islice(_texts(items, column, on_malformed), start, None)
+        return _from(start, partial(_texts, items, column), on_malformed)
     lines = _decoded(itertools.islice(_lines(blocks), head))
     if kind in ("json", "jsonl"):  # Line by line: a column's type may change between lines, and a bad line is skipped.
         numbered = enumerate(itertools.islice(lines, start, None), start + 1)
@@ -99,8 +102,24 @@ def documents(
     if kind in ("csv", "tsv"):
         delimiter = "," if kind == "csv" else "\t"
         # The head may end inside a quoted field.
-        return itertools.islice(_table(lines, column, delimiter, on_malformed, strict=head is None), start, None)
+        return _from(start, partial(_table, lines, column, delimiter, head is None), on_malformed)
     return itertools.islice(lines, start, None)
+
+
+def _from(
+    start: int, read: Callable[[OnMalformed], Iterator[str | None]], on_malformed: OnMalformed
+) -> Iterator[str | None]:
+    """The documents of ``read`` from number ``start`` on; ``on_malformed`` is called for these only."""
+    is_before = start > 0
+
+    def on_malformed_from_start(location: str) -> None:
+        if not is_before:
+            on_malformed(location)
+
+    texts = read(on_malformed_from_start)
+    deque(itertools.islice(texts, start), maxlen=0)
+    is_before = False
+    yield from texts
 
 
 def is_splittable(name: str) -> bool:
@@ -117,7 +136,15 @@ def documents_in_range(
     """
     if kind_of(name)[0] == "parquet":
         return _parquet(raw, column, 0, range(start, stop))
-    return _texts_in_range(raw, column, start, stop, on_malformed)
+    return _texts_in_range(raw, column, start, stop, 0, on_malformed, FoundText())
+
+
+@dataclass
+class FoundText:
+    """What the shares of a file have found in common."""
+
+    found: bool = False
+    """Whether a row has text in the column: then shares without any are no error."""
 
 
 def has_shares(name: str, size: int, *, text_by_line: bool = False) -> bool:
@@ -139,6 +166,7 @@ def documents_of_share(
     *,
     text_by_line: bool = False,
     on_malformed: OnMalformed = ignore,
+    in_file: FoundText | None = None,
 ) -> Iterator[str | None]:
     """The documents of a share of a file, from its document ``start`` on.
 
@@ -151,6 +179,7 @@ def documents_of_share(
         size: its size in bytes.
         column, start, text_by_line, on_malformed: see ``documents``.
         share: number of the share, in ``range(shares)``.
+        in_file: the same object for all shares of the file that this process reads.
     """
     kind, _ = kind_of(name)
     if kind == "parquet":
@@ -159,9 +188,9 @@ def documents_of_share(
         return documents(raw, name, column, start, text_by_line=text_by_line, on_malformed=on_malformed)
     begin, stop = size * share // shares, size * (share + 1) // shares
     if kind == "jsonl":
-        texts = _texts_in_range(raw, column, begin, stop, on_malformed)
-    elif text_by_line:
-        texts = (line for _, line in _lines_in_range(raw, begin, stop))
+        return _texts_in_range(raw, column, begin, stop, start, on_malformed, in_file or FoundText())
+    if text_by_line:
+        texts: Iterator[str | None] = (line for _, line in _lines_in_range(raw, begin, stop))
     else:
         texts = _pieces_in_range(raw, begin, stop)
     return itertools.islice(texts, start, None)
@@ -197,17 +226,22 @@ def position_in_share(
 
 
 def _texts_in_range(
-    raw: BinaryIO, column: str, start: int, stop: int, on_malformed: OnMalformed
+    raw: BinaryIO, column: str, start: int, stop: int, first: int, on_malformed: OnMalformed, in_file: FoundText
 ) -> Iterator[str | None]:
+    """The texts of the lines that begin in ``range(start, stop)``, from number ``first`` of these on."""
     found = _TextColumn(column)
-    rows = ((f"the line at byte {offset}", _row(line)) for offset, line in _lines_in_range(raw, start, stop))
-    yield from found.texts(rows, on_malformed)
+    lines = itertools.islice(_lines_in_range(raw, start, stop), first, None)
+    yield from found.texts(((f"the line at byte {offset}", _row(line)) for offset, line in lines), on_malformed)
+    in_file.found = in_file.found or found.has_text
+    if first > 0 or in_file.found:  # a run that resumes has checked the lines before
+        return
     try:
         found.require_text()
     except DataError:  # It is an error only if there is no text in the whole file either.
         whole = (_row(line) for _, line in _lines_in_range(raw, 0, sys.maxsize))
         if not any(isinstance(row, dict) and isinstance(row.get(column, 0), str | None) for row in whole):
             raise
+        in_file.found = True
 
 
 def require_column(column: str, columns: Sequence[str]) -> None:
@@ -347,13 +381,18 @@ class _TextColumn:
                 on_malformed(location)
             yield ""
 
+    @property
+    def has_text(self) -> bool:
+        """Whether a row has text in the column, or null, which is a document without text."""
+        return bool(self.kinds & {"str", "NoneType"})
+
     def require_text(self) -> None:
         """Raise DataError if there were rows, and none has text in the column."""
         if self.columns and not self.kinds:
             require_column(self.column, list(self.columns))
         if self.begin and not self.columns:
             raise DataError(f"it must hold one JSON object a line, or an array of them; it begins with {self.begin!r}")
-        if self.kinds and not self.kinds & {"str", "NoneType"}:
+        if self.kinds and not self.has_text:
             kinds = ", ".join(sorted(self.kinds))
             raise DataError(f"the column {self.column!r} (text_column) holds {kinds}, not text")
 
@@ -388,7 +427,7 @@ def _array(content: bytes) -> list[object]:
 
 
 def _table(
-    lines: Iterator[str], column: str, delimiter: str, on_malformed: OnMalformed, *, strict: bool
+    lines: Iterator[str], column: str, delimiter: str, strict: bool, on_malformed: OnMalformed
 ) -> Iterator[str | None]:
     """``column`` of a CSV file whose first line names the columns. A row without a field for ``column`` is malformed.
 

@@ -30,6 +30,7 @@ from torchtrain.datasets.conversion_cache import Record, copies_folder
 from torchtrain.datasets.data_identity import DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import (
     SUFFIXES,
+    FoundText,
     OnMalformed,
     decode_value,
     documents,
@@ -308,14 +309,17 @@ def _streamed_file(url: str, size: int, column: str) -> StreamedFile:
 
         with _open(url, size) as raw:
             yield from documents_of_share(
-                raw, name, size, column, share, shares, start, text_by_line=True, on_malformed=on_malformed_line
+                *(raw, name, size, column, share, shares, start),
+                text_by_line=True,
+                on_malformed=on_malformed_line,
+                in_file=in_file,
             )
 
     def position(share: int, shares: int, number: int) -> str:
         with _open(url, size) as raw:
             return position_in_share(raw, name, size, share, shares, number, text_by_line=is_text)
 
-    is_text = kind_of(name)[0] in ("txt", "md")
+    is_text, in_file = kind_of(name)[0] in ("txt", "md"), FoundText()
     # A share of Parquet may need a whole row group, which may be large.
     divided_bytes = 0 if kind_of(name)[0] == "parquet" else size
     return StreamedFile(divided_bytes, has_shares(name, size, text_by_line=True), read, url, position)

@@ -16,6 +16,7 @@ from torchtrain.config.registry import FOLDER_FORMATS
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
 from torchtrain.datasets.file_formats import (
     SUFFIXES,
+    FoundText,
     NotUTF8Error,
     OnMalformed,
     Reader,
@@ -250,6 +251,7 @@ def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed)
 
 def streamed_file(file: RemoteFile, column: str, cache: RangeCache | None) -> StreamedFile:
     """``file`` for ``StreamedText``."""
+    in_file = FoundText()
 
     def read(share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
         def on_malformed_line(location: str) -> None:
@@ -257,7 +259,7 @@ def streamed_file(file: RemoteFile, column: str, cache: RangeCache | None) -> St
 
         def read_share(raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
             return documents_of_share(
-                raw, file.name, file.size, column, share, shares, start, on_malformed=on_malformed
+                *(raw, file.name, file.size, column, share, shares, start), on_malformed=on_malformed, in_file=in_file
             )
 
         return documents_of_remote(file, column, on_malformed_line, read_share, cache=cache)
