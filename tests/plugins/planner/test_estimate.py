@@ -28,6 +28,7 @@ from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, sect
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
+from torchtrain.models.model_config import flavor_config
 from torchtrain.models.spec import flops_per_token
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
@@ -332,6 +333,26 @@ def test_peaks_differ_by_the_published_amounts() -> None:
     parameters = 8_030_261_248
     assert second - first == pytest.approx(2 * 4 * parameters / 8 / GIB, rel=0.01)
     assert never - second == pytest.approx(31 * 218_112_000 * 2 / GIB, rel=0.01)
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the version of the table in docs/lowering.md")
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("AdamW", {}),
+        ("AdamW, states in bfloat16", {"optimizer": {"state_dtype": "bfloat16"}}),
+        ("AdamW, averaged weights", {"ema": {"enable": True}}),
+        ("Muon", {"optimizer": {"name": "muon"}}),
+    ],
+)
+def test_update_has_the_operations_and_the_live_bytes_of_the_page(name: str, sections: dict[str, Any]) -> None:
+    record = simulated(8, shape=replace(flavor_config("llama3", "8B"), n_layers=2), **sections)
+    step = record.recorder.steps[-1]
+    peak = max(sum(moment.sizes) for moment in step.timeline if moment.phase == "update")
+    more = peak - 2 * record.parameter_bytes - step.live_at_end["optimizer"]
+    operations = sum(operation.phase == "update" for operation in step.operations)
+    page = (ROOT / "docs/lowering.md").read_text(encoding="utf-8")
+    assert f"| {name} | {operations} | {more / 1e6:.1f} |" in page
 
 
 @pytest.mark.parametrize(
