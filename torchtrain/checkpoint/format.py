@@ -167,7 +167,8 @@ def from_storage(path: str, read: Callable[[], T]) -> T:
     try:
         return with_retries(read, path)
     except MISSING as error:
-        raise DamagedError(f"{path} is missing ({error.strerror})") from error
+        reason = f" ({error.strerror})" if error.strerror else ""  # object stores give none
+        raise DamagedError(f"{path} is missing{reason}") from error
 
 
 def verify_sizes(checkpoint: StoredCheckpoint, records: Iterable[FileRecord]) -> None:

@@ -313,7 +313,9 @@ def damage(name: str, change: Callable[[bytes], bytes] | None) -> None:
 
 @pytest.mark.parametrize("name", [".distcp", ".metadata", "config.toml", "manifest.json"])
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
-def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(name: str, how: str) -> None:
+def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(
+    name: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     Run(storage()).train(1, 4)
     changes = {
         "flip": lambda content: content[:-20] + bytes([content[-20] ^ 1]) + content[-19:],
@@ -323,6 +325,7 @@ def test_damaged_checkpoint_is_set_aside_and_the_previous_one_is_loaded(name: st
     damage(name, changes[how])
     resumed = Run(storage(), seed=1)
     assert resumed.manager.resume() == 2
+    assert "(None)" not in caplog.text
     assert_bitwise_equal(resumed.tensors(), Run(storage(1)).train(1, 2).tensors())
     if (name, how) != ("manifest.json", "remove"):  # without a manifest it is the left-over of a killed save
         assert any("step-4." in n and n.endswith(".damaged") for n in storage().names())
