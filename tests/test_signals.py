@@ -22,8 +22,24 @@ COMMANDS = {
     "convert": ["{trained}", "{}/hf"],
     "compare": ["{trained}", "{trained}"],
     "estimate": ["--job.config_file", "train_configs/debug_model.toml", "--estimate.world_size", "2"],
+    "explain": ["{trained}", "--step", "4"],
+    "evaluate": ["--model", "torchtrain", "--model_args", "checkpoint={trained}", "--tasks", "words"],
+    "convert_config": ["{}/torchtitan.toml"],
+    "launch": ["--nproc-per-node", "2", "-m", "torchtrain.train"],
 }
-SECONDS = {"prepare": 2.0, "train": 12.0, "generate": 6.0, "convert": 6.0, "compare": 6.0, "estimate": 6.0}
+COMMANDS["evaluate"] += ["--include_path", "{}"]
+COMMANDS["launch"] += COMMANDS["train"]
+SECONDS = {"prepare": 2.0, "train": 12.0, "convert_config": 1.0, "launch": 15.0}  # others: 6
+TASK = """
+task: words
+dataset_path: json
+dataset_kwargs: {data_files: {test: "{}/texts.jsonl"}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}]
+"""
 
 
 def processes_of(group: int) -> list[int]:
@@ -62,7 +78,7 @@ def interrupt(module: str, words: list[str], number: int, seconds: float) -> tup
 
 def check(module: str, words: list[str], random_numbers: random.Random) -> None:
     number = random_numbers.choice(SIGNALS)
-    seconds = random_numbers.uniform(0.05, SECONDS[module])
+    seconds = random_numbers.uniform(0.05, SECONDS.get(module, 6.0))
     code, log = interrupt(module, words, number, seconds)
     if number == signal.SIGINT and "KeyboardInterrupt" in log and "torchtrain" not in log:
         return  # on a slow machine Python itself had not started, and ends with 1 or a traceback of its own
@@ -97,6 +113,8 @@ def test_fifty_signals_at_random_moments(module: str, tmp_path: Path, trained_ru
         folder = tmp_path / str(count)
         folder.mkdir()
         (folder / "texts.jsonl").symlink_to(tmp_path / "texts.jsonl")
+        (folder / "words.yaml").write_text(TASK.replace("{}/", f"{folder}/"))
+        (folder / "torchtitan.toml").write_text('[model]\nname = "llama3"\n' + "# a comment\n" * 20_000)
         words = [word.replace("{trained}", str(trained_run)).replace("{}", str(folder)) for word in COMMANDS[module]]
         check(module, words, generator)
 
