@@ -386,7 +386,7 @@ def test_interrupted_validation_and_export_are_repeated_on_resume(tmp_path: Path
         assert not any(line["step"] == step for line in validations(folder))
     assert not (folder / "hf").exists()
 
-    finish(folder, *options, ranks=1)
+    assert f"training begins with step {STEPS + 1}" not in finish(folder, *options, ranks=1)
     assert validations(folder) == validations(tmp_path / "reference")
     (ours,), (theirs,) = (list(f.glob("hf/*.safetensors")) for f in (folder, tmp_path / "reference"))
     assert (ours_before := ours.read_bytes()) == theirs.read_bytes()

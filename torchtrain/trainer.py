@@ -411,9 +411,10 @@ class Trainer:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""
         steps = self.config.training.steps
         batches = self.metrics.time_waiting(self.dataloader)
-        if self.config.compile.enable:
-            logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
-        logger.info("training begins with step %d of %d", self.step + 1, steps)
+        if self.step < steps:  # else only the last validation or an export is missing
+            if self.config.compile.enable:
+                logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
+            logger.info("training begins with step %d of %d", self.step + 1, steps)
         while self.step < steps and not self.stop.agreed:
             taken = self.take_step(batches)
             if taken is None:
