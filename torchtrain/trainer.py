@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.other_formats import Exporter
-from torchtrain.checkpoint.resume import HeldLease, find_resume_point, newest_config
+from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point, newest_config
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
-from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
+from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import (
     check_same_architecture,
     find_weights,
@@ -121,46 +121,60 @@ class Trainer:
     ) -> None:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
         self.stop = StopRequest(config.faults) if stop is None else stop
-        as_given = config
+        self.device = pick_device(config.job.device)
 
         # Resolve and validate the config before process-group initialization, so that a mistake in it is reported
         # within seconds, on any number of ranks.
-        self.device = device = pick_device(config.job.device)
-        folder = Path(config.job.dump_folder)
-        config, self.tokenizer, self.model_config, dims = resolve(config, world_size())
-        self.parallel_dims = dims
-        validate(config, device, dims, self.model_config, self.tokenizer)
+        resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size())
+        validate(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer)
+        self.init_process_groups(resolved, rendezvous)
+
+        # From here on the config includes what may change in the course of a run, such as a revision of the data.
+        self.config = on_rank0(partial(with_pinned_data, resolved), self.gloo_group)
+        self.plan = plan_of(self.config)
+        self.folder = Path(self.config.job.dump_folder)
+        self.dataloader, self.validation_loaders = build_loaders(
+            self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
+        )
+        require_choice(config)
+        storage = self.require_access()
+        config_toml = to_toml(self.config)
+        resume_point = self.build_model(storage, config_toml, held)
+        self.build_optimizer()
+        self.resume_from(storage, resume_point, config_toml)
+        self.build_step(config_toml)
+
+    def init_process_groups(self, config: JobConfig, rendezvous: Rendezvous | None) -> None:
+        """The device mesh, whose dimensions are those along which ranks communicate, and a gloo group of all ranks."""
         # Of a run of several parts also "auto", which undoes the choice of the part before.
         if config.training.attention_backend != "auto" or plan_of(config).part_name:
             choose_attention_backend(config.training.attention_backend)
-
-        # Process groups. The device mesh names each dimension along which ranks communicate.
-        enable_flight_recorder(folder / "hangs")
+        enable_flight_recorder(Path(config.job.dump_folder) / "hangs")
         if config.training.deterministic:
             use_deterministic_kernels()
-        init_process_group(device, config.comm.init_timeout_seconds, rendezvous)
-        self.mesh = mesh = Mesh(device, dims, self.build_replicas(config))
-        self.gloo_group = gloo_group(device, config.comm.init_timeout_seconds)
+        init_process_group(self.device, config.comm.init_timeout_seconds, rendezvous)
+        self.mesh = Mesh(self.device, self.parallel_dims, self.build_replicas(config))
+        self.gloo_group = gloo_group(self.device, config.comm.init_timeout_seconds)
 
-        # Data.
-        self.config = config = on_rank0(partial(with_pinned_data, config), self.gloo_group)
-        self.plan = plan_of(config)
-        self.dataloader, self.validation_loaders = build_loaders(config, self.tokenizer, dims, device, self.gloo_group)
-        require_choice(as_given)
-        # After the checks above, so that a rejected run leaves no folder behind.
-        on_all_ranks(partial(require_folder, folder, f"job.dump_folder = {config.job.dump_folder!r}"), self.gloo_group)
-        storage = checkpoint_storage(config)
-        if config.checkpoint.enable:
+    def require_access(self) -> CheckpointStorage:
+        """Raise an error if the folders cannot be written. Returns the storage of the checkpoints."""
+        # After the checks of the config and the data, so that a rejected run leaves no folder behind.
+        label = f"job.dump_folder = {self.config.job.dump_folder!r}"
+        on_all_ranks(partial(require_folder, self.folder, label), self.gloo_group)
+        storage = checkpoint_storage(self.config)
+        if self.config.checkpoint.enable:
             # Nodes may have different credentials.
             on_all_ranks(lambda: storage.check_access() if env_int("LOCAL_RANK", 0) == 0 else None, self.gloo_group)
+        return storage
 
-        # Model: build on the meta device, parallelize, to_empty; then initialize the weights or load them.
-        build_model = build_cpu_model if device.type == "cpu" else build_parallel_model
-        self.model = build_model(self.model_config, mesh, device, config)
-        self.linear_conversion = linear_conversion(config)
-        config_toml = to_toml(config)
+    def build_model(self, storage: CheckpointStorage, config_toml: str, held: HeldLease | None) -> ResumePoint:
+        """The model, and its weights unless they are those of the checkpoint to resume from, which is returned."""
+        # On the meta device, parallelized, then to_empty.
+        build = build_cpu_model if self.device.type == "cpu" else build_parallel_model
+        self.model = build(self.model_config, self.mesh, self.device, self.config)
+        self.linear_conversion = linear_conversion(self.config)
         resume_point = find_resume_point(
-            config.checkpoint,
+            self.config.checkpoint,
             storage,
             config_toml,
             lambda: self.dataloader.identity,
@@ -169,39 +183,46 @@ class Trainer:
             takes_lease=self.takes_lease,
         )
         self.init_or_load_weights(resume_point.step)
+        return resume_point
 
-        # Optimizer. Built after to_empty, which replaces the parameters.
-        self.optimizer = build_optimizer(self.model.model_parts, config.optimizer, mesh, self.model_config)
-        if device.type == "cpu":
+    def build_optimizer(self) -> None:
+        """The optimizer, its schedule, and what else follows the weights. After to_empty, which replaces parameters."""
+        config, model_parts = self.config, self.model.model_parts
+        self.optimizer = build_optimizer(model_parts, config.optimizer, self.mesh, self.model_config)
+        if self.device.type == "cpu":
             use_cpu_kernels(self.optimizer)
         self.schedule = LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps)
         warn_of_zero_rate(self.schedule, config.training.steps)
-        self.ema = EMA(self.model.model_parts, config.ema) if config.ema.enable else None
-        self.spikes = SpikeDetector(config.faults, device)
-        self.model_state = ModelState(self.model.model_parts, self.model_config.tied_embeddings)
+        self.ema = EMA(model_parts, config.ema) if config.ema.enable else None
+        self.spikes = SpikeDetector(config.faults, self.device)
+        self.model_state = ModelState(model_parts, self.model_config.tied_embeddings)
         # All that changes the weights.
         self.optimizer.after_step = self.model_state.after_load = self.weights_changed
         if self.ema is not None:
             self.ema.after_swap = self.weights_changed
 
-        # Checkpoints: all state that the next step depends on.
+    def resume_from(self, storage: CheckpointStorage, resume_point: ResumePoint, config_toml: str) -> None:
+        """The checkpoint manager, and all state that the next step depends on, from a checkpoint if there is one."""
+        config = self.config
         self.checkpointer = CheckpointManager(
-            *(config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, folder),
+            *(config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, self.folder),
             step_group=self.gloo_group,
-            validation_losses=partial(validation_losses, folder),
+            validation_losses=partial(validation_losses, self.folder),
         )
         self.step = self.start_step = self.resume()
         # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
         set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
+    def build_step(self, config_toml: str) -> None:
+        """The training step and what accompanies it: metrics, the watchdog, the guard, validation, profiling, hooks."""
+        config, device = self.config, self.device
         self.description = describe_run(
-            config, self.model_config, device, dims, self.dataloader.sources, self.tokenizer, self.start_step
+            *(config, self.model_config, device, self.parallel_dims, self.dataloader.sources, self.tokenizer),
+            self.start_step,
         )
-
-        # The training step and what accompanies it: metrics, the watchdog, the non-finite guard, validation, profiling.
         self.metrics = self.build_metrics(config_toml)
         self.watchdog = Watchdog(
-            folder / "hangs",
+            self.folder / "hangs",
             rank(),
             world_size(),
             config.comm.init_timeout_seconds,
@@ -217,7 +238,7 @@ class Trainer:
             needs_result=lambda step: step == config.training.steps or self.checkpointer.is_due(step),
         )
         microbatches = Microbatches(
-            mesh, device, config.training.local_batch_size, document_start(config, self.tokenizer)
+            self.mesh, device, config.training.local_batch_size, document_start(config, self.tokenizer)
         )
         self.train_step = TrainStep(
             self.model,
@@ -231,7 +252,7 @@ class Trainer:
         )
         self.validator = self.build_validator(microbatches)
         self.profiler = Profiler(
-            config.profiling, folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
+            config.profiling, self.folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
         )
         built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
         self.train_step.hooks.all += [hook for hook in built if hook is not None]
@@ -249,7 +270,7 @@ class Trainer:
         config, device = self.config, self.device
         return MetricsRecorder(
             config.metrics,
-            Path(config.job.dump_folder),
+            self.folder,
             device=device,
             loss_group=self.mesh.loss.get_group(),
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
@@ -400,11 +421,10 @@ class Trainer:
     def prepare_dump_folder(self) -> None:
         """Rename files of another run, restore the metrics in the checkpoint, and write the resolved config."""
         if rank() == 0:
-            folder = Path(self.config.job.dump_folder)
             with BestEffort("renaming files of another run"):
-                rename_files_of_other_run(folder, self.checkpointer.lease.run, resumed=self.step > 0)
+                rename_files_of_other_run(self.folder, self.checkpointer.lease.run, resumed=self.step > 0)
             self.checkpointer.restore_outputs()
-            with BestEffort("config.toml"), atomic_write(folder / "config.toml") as file:
+            with BestEffort("config.toml"), atomic_write(self.folder / "config.toml") as file:
                 file.write(to_toml(self.config).encode())
 
     def run_steps(self) -> None:
@@ -475,7 +495,7 @@ class Trainer:
         """Whether no validation after the current step has been recorded, due or not; False if validation is off."""
         if not (self.config.validates and self.step):
             return False
-        file = Path(self.config.job.dump_folder) / "metrics.jsonl"
+        file = self.folder / "metrics.jsonl"
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
     @property
