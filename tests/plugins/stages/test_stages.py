@@ -19,6 +19,7 @@ from unittest.mock import MagicMock, Mock, patch
 
 import pytest
 import torch
+from crash_test_s3 import tensors
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from forked_run import (
     CONFIG,
@@ -35,6 +36,7 @@ from s3_server import S3Server
 from terminal import Terminal
 
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
+from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
 from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import JobConfig, flat, key_of, registries_of, to_dict
@@ -1019,6 +1021,86 @@ def test_older_start_between_two_stages_does_not_take_the_lease_from_a_newer_one
     assert older.wait() == [2], older.output()
     assert newer.wait() == [0], newer.output()
     assert "now saves to" in older.output()
+
+
+def numbers_by_step(folder: Path) -> list[tuple[int, float, float, float]]:
+    """Step, loss, gradient norm and learning rate of all lines, also of repeated steps."""
+    lines = [line for line in read_metrics(folder) if "loss" in line and "event" not in line]
+    return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines]
+
+
+@dataclass
+class Undisturbed:
+    folder: Path
+    seconds: float  # from the start to the end, with slow steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, sources: dict[str, str]) -> Undisturbed:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    options = ("--job.config_file", str(staged_config(folder, sources)), "--training.sums", "exact")
+    run = ForkedRun(folder, *options, ranks=1, hook=slow_steps)
+    run.wait_for(lambda: run.output() != "")  # the first process of the tests also waits for the fork server
+    began = time.monotonic()
+    assert run.wait() == [0], run.output()
+    return Undisturbed(folder, time.monotonic() - began)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize("seed", range(20))
+def test_two_starts_at_random_offsets_with_one_suspended(
+    tmp_path: Path,
+    sources: dict[str, str],
+    undisturbed: Undisturbed,
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    seed: int,
+) -> None:
+    """The start that holds the lease ends with 0. The other one ends with 2 and says why, if it was not done before."""
+    for key, value in s3_server.environment.items():
+        monkeypatch.setenv(key, value)
+    rng = Random(f"{where} {seed}")
+    # By mistake, a run is started twice on one machine, or on two machines that share nothing but the bucket.
+    first, second = ("run", "run") if where == "folder" else ("first", "second")
+    location = str(tmp_path / "run/checkpoint") if where == "folder" else f"s3://bucket/pair-{seed}/checkpoint"
+    options = ["--job.config_file", str(staged_config(tmp_path, sources)), "--training.sums", "exact"]
+    options += ["--checkpoint.folder", location]
+    hook = partial(slow_steps_in, s3_server.environment)
+
+    began = time.monotonic()
+    offset = rng.uniform(0, undisturbed.seconds)
+    suspended = rng.randrange(2)
+    suspended_at = suspended * offset + rng.uniform(0, undisturbed.seconds)
+    resumed_at = suspended_at + rng.uniform(0, undisturbed.seconds)
+    starts = [ForkedRun(tmp_path / first, *options, ranks=rng.choice([1, 1, 2]), hook=hook)]
+    events: list[tuple[float, Callable[[], object]]] = [
+        (offset, lambda: starts.append(ForkedRun(tmp_path / second, *options, ranks=rng.choice([1, 1, 2]), hook=hook))),
+        (suspended_at, lambda: starts[suspended].kill(number=signal.SIGSTOP)),
+        (resumed_at, lambda: starts[suspended].kill(number=signal.SIGCONT)),
+    ]
+    for moment, event in sorted(events, key=lambda it: it[0]):
+        time.sleep(max(0.0, began + moment - time.monotonic()))
+        event()
+    codes = [start.wait() for start in starts]
+
+    print(f"pair {where} {seed}: offset {offset:.1f}, {suspended=} {suspended_at:.1f} to {resumed_at:.1f}, {codes}")
+    holder = open_storage(location).read_lease().process
+    for start, found in zip(starts, codes, strict=True):
+        assert len(set(found)) == 1, start.output()
+        assert found[0] == 0 or holder != start.processes[0].pid, start.output()
+        assert found[0] == 0 or (found[0] == 2 and "error: generation" in start.output()), start.output()
+        assert "Traceback" not in start.output()
+    expected = numbers_by_step(undisturbed.folder)
+    for folder in {tmp_path / first, tmp_path / second}:
+        assert set(numbers_by_step(folder)) <= set(expected)
+    complete = [tmp_path / (first, second)[n] for n in range(2) if codes[n][0] == 0]
+    for folder in complete:
+        assert set(numbers_by_step(folder)) == set(expected)
+    assert same_tensors(tensors(open_storage(location).open(9)), saved_tensors(undisturbed.folder, 9))
+    assert not [name for name in open_storage(location).names() if "superseded" in name or "damaged" in name]
 
 
 def test_complete_stage_is_not_called_a_complete_run(tmp_path: Path, sources: dict[str, str]) -> None:
