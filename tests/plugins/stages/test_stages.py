@@ -1085,8 +1085,6 @@ def test_two_starts_at_random_offsets_with_one_suspended(
         time.sleep(max(0.0, began + moment - time.monotonic()))
         event()
     codes = [start.wait() for start in starts]
-
-    print(f"pair {where} {seed}: offset {offset:.1f}, {suspended=} {suspended_at:.1f} to {resumed_at:.1f}, {codes}")
     holder = open_storage(location).read_lease().process
     for start, found in zip(starts, codes, strict=True):
         assert len(set(found)) == 1, start.output()
