@@ -1,6 +1,7 @@
 """scripts/train.slurm with fake SLURM commands: after which exit codes of a step it requeues the job."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -197,3 +198,55 @@ def test_invalid_option_ends_the_job_before_srun(job: Job) -> None:
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: job.config_file = 'no where.toml' is not a file")
     assert len(result.stderr.splitlines()) == 1
+
+
+# They run the command that they are given, with CONTAINED set if it is in the image.
+RUNNING_SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do
+  case $1 in
+    --container-image) export CONTAINED=$2 && shift 2 ;;
+    --container-mounts) export MOUNTS=$2 && shift 2 ;;
+    --container-workdir | --nodes | --ntasks) shift 2 ;;
+    *) shift ;;
+  esac
+done
+SLURM_NODEID=0 exec "$@"
+"""
+APPTAINER = """#!/bin/bash
+[ "$1 $2 $3 $5 $6" = "exec --nv --bind --pwd $PWD" ] || exit 9
+CONTAINED=$7 MOUNTS=$4 exec "${@:8}"
+"""
+RECORDING_PYTHON = """#!/bin/bash
+echo "${CONTAINED:-none} ${MOUNTS:-none}" >>"$PLACES"
+case "$1 $2" in
+  *checkpoint_storage*) echo 20 ;;
+  "-c "*) echo "$FOLDER"; echo s3://bucket/run ;;
+  *) echo "$*" >"$PLACES.launch"; grep SigIgn /proc/$$/status >"$PLACES.ignored" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("image", [None, "/images/torchtrain.sif", "registry.example.com#torchtrain:1"])
+def test_every_python_process_runs_in_the_container(job: Job, tmp_path: Path, image: str | None) -> None:
+    fakes = {"srun": RUNNING_SRUN, "apptainer": APPTAINER, "python": RECORDING_PYTHON}
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    places = tmp_path / "places"
+    job.environment["PLACES"] = str(places)
+    if image:
+        job.environment |= {"CONTAINER": image, "CONTAINER_MOUNTS": "/data:/data,/local:/local"}
+    command = ["bash", "scripts/train.slurm", "--data.path", "two words"]
+    result = subprocess.run(command, cwd=ROOT, env=job.environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    # The check of the options, the newest step before and after, and the launcher.
+    place = f"{image} {ROOT}:{ROOT},/data:/data,/local:/local" if image else "none none"
+    assert places.read_text().splitlines() == [place] * 4
+    launch = (tmp_path / "places.launch").read_text()
+    assert launch.startswith("-m torchtrain.launch --nnodes 1 --node-rank 0 --nproc-per-node 1 ")
+    assert launch.endswith(
+        "-m torchtrain.train --job.config_file train_configs/debug_model.toml --data.path two words\n"
+    )
+    # Until the launcher handles SIGUSR1, it is ignored.
+    ignored = int((tmp_path / "places.ignored").read_text().split()[1], 16)
+    assert ignored & 1 << (signal.SIGUSR1 - 1)
