@@ -180,7 +180,7 @@ LISTED = {
     "docker build --file scripts/kubernetes/Dockerfile --tag registry.example.com/torchtrain .": ON_KUBERNETES,
     "docker push registry.example.com/torchtrain": ON_KUBERNETES,
     "kubectl create secret generic torchtrain-bucket --from-env-file bucket.env": ON_KUBERNETES,
-    "kubectl apply --filename scripts/kubernetes/job.yaml": ON_KUBERNETES,
+    "kubectl apply --filename scripts/kubernetes/base/job.yaml": ON_KUBERNETES,
     "kubectl logs --follow --selector batch.kubernetes.io/job-completion-index=0,job-name=torchtrain": ON_KUBERNETES,
     """kubectl patch job torchtrain --patch '{"spec": {"suspend": true}}'""": ON_KUBERNETES,
     """kubectl patch job torchtrain --patch '{"spec": {"suspend": false}}'""": ON_KUBERNETES,

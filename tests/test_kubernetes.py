@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from multiprocessing.process import BaseProcess
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from forked_command import checked_command, run_program
 from forked_run import logged_losses
 from forkserver import context, free_port
@@ -34,7 +37,7 @@ def test_manifests_are_valid() -> None:
     validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
     # No package has the schema of JobSet itself.
     in_jobset = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "nodes"}, **job_of("jobset.yaml")}
-    for manifest in (*manifests("job.yaml").values(), in_jobset):
+    for manifest in (*manifests("base/job.yaml").values(), in_jobset):
         for version in ("1.31", validation.latest_version()):
             validation.validate(manifest, version, strict=True)
     in_jobset["spec"]["template"]["spec"]["gracePeriod"] = 1
@@ -42,7 +45,7 @@ def test_manifests_are_valid() -> None:
         validation.validate(in_jobset, "1.31", strict=True)
 
 
-@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["base/job.yaml", "jobset.yaml"])
 def test_manifest_agrees_with_the_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(name)
     spec, container = job["spec"], container_of(job)
@@ -64,7 +67,7 @@ def test_manifest_agrees_with_the_code(name: str, tmp_path: Path, monkeypatch: p
 
 
 def test_pods_find_the_pod_with_index_0_by_name() -> None:
-    kinds = manifests("job.yaml")
+    kinds = manifests("base/job.yaml")
     service, job = kinds["Service"], kinds["Job"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
@@ -78,7 +81,7 @@ def test_pods_find_the_pod_with_index_0_by_name() -> None:
 
 
 def test_jobset_has_the_same_pods() -> None:
-    job, in_jobset = job_of("job.yaml"), job_of("jobset.yaml")
+    job, in_jobset = job_of("base/job.yaml"), job_of("jobset.yaml")
     pod, pod_in_jobset = job["spec"]["template"]["spec"], in_jobset["spec"]["template"]["spec"]
     assert pod.pop("subdomain") == "torchtrain"  # JobSet sets it
     different = {*container_of(job).pop("args")} ^ {*container_of(in_jobset).pop("args")}
@@ -86,7 +89,7 @@ def test_jobset_has_the_same_pods() -> None:
     assert pod == pod_in_jobset
 
 
-@pytest.mark.parametrize("name", ["job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["base/job.yaml", "jobset.yaml"])
 def test_exit_codes_decide_about_a_restart(name: str) -> None:
     job = job_of(name)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
@@ -95,12 +98,46 @@ def test_exit_codes_decide_about_a_restart(name: str) -> None:
     assert {code: action_for(job, code) for code in expected} == expected
     assert action_for(job, 143) == "Ignore"  # of the launcher, after SIGTERM
     assert [action_for(job, code) for code in (1, 134, 137)] == ["Count"] * 3  # crashes
-    if name == "job.yaml":
+    if name == "base/job.yaml":
         assert action_for(job, 137, conditions=("DisruptionTarget",)) == "Ignore"
     else:  # a disruption restarts all pods
         rule = manifests(name)["JobSet"]["spec"]["failurePolicy"]["rules"][0]
         assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
         assert job["spec"]["backoffLimit"] == 0
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which builds overlays")
+@pytest.mark.parametrize("name", ["cpu", "gpu", "rdma"])
+def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) -> None:
+    validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
+    command = ["kubectl", "kustomize", f"scripts/kubernetes/overlays/{name}"]
+    built = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    kinds = {entry["kind"]: entry for entry in yaml.safe_load_all(built)}
+    assert kinds.keys() == {"ConfigMap", "Job", "Service", "ServiceAccount"}
+    for manifest in kinds.values():
+        validation.validate(manifest, "1.31", strict=True)
+    job, container = kinds["Job"], container_of(kinds["Job"])
+    pod = job["spec"]["template"]["spec"]
+    words, environment = pod_command(job, 1, BUCKET_SECRET)
+    at = words.index("torchtrain.train")
+    assert ("--nproc-per-node=1" if name == "cpu" else "--nproc-per-node=gpu") in words[:at]
+    assert ("NCCL_IB_HCA" in environment) == (name == "rdma")
+    # The options that the pod would get are valid, with the file of the ConfigMap.
+    config_map = kinds["ConfigMap"]
+    assert {"name": "config", "configMap": {"name": config_map["metadata"]["name"]}} in pod["volumes"]
+    (tmp_path / "run.toml").write_text(config_map["data"]["run.toml"])
+    options = [word.replace("/config/", f"{tmp_path}/") for word in words[at + 1 :]]
+    assert parse(options).data.path == "s3://my-bucket/texts"
+    assert pod["serviceAccountName"] == kinds["ServiceAccount"]["metadata"]["name"]
+    resources = container["resources"]["limits"].keys()
+    assert ("nvidia.com/gpu" in resources) == (name != "cpu")
+    assert any(word.startswith("rdma/") for word in resources) == (name == "rdma")
+    assert (container["securityContext"]["capabilities"].get("add") == ["IPC_LOCK"]) == (name == "rdma")
+    tolerated = {toleration["key"] for toleration in pod["tolerations"]}
+    assert ("nvidia.com/gpu" in tolerated) == (name != "cpu")
+    assert "node.kubernetes.io/unreachable" in tolerated  # those of the base remain
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"/dev/shm", "/config", "/torchtrain/outputs"}
 
 
 class Cluster:
@@ -127,8 +164,8 @@ class Cluster:
             case ["kubectl", "create", "secret", "generic", name, "--from-env-file", file]:
                 lines = (self.folder / file).read_text().splitlines()
                 self.secrets[name] = dict(line.split("=", 1) for line in lines)
-            case ["kubectl", "apply", "--filename", "scripts/kubernetes/job.yaml"]:
-                self.job = manifests("job.yaml", self.edits)["Job"]
+            case ["kubectl", "apply", "--filename", "scripts/kubernetes/base/job.yaml"]:
+                self.job = manifests("base/job.yaml", self.edits)["Job"]
                 assert container_of(self.job)["image"] == self.image
                 container_of(self.job)["args"] += self.options
                 self.start()

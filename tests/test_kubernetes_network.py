@@ -1,4 +1,4 @@
-"""Pods of scripts/kubernetes/job.yaml in two network namespaces, with their environment, their disks and one bucket."""
+"""Pods of kubernetes/base/job.yaml in two network namespaces, with their environment, their disks and one bucket."""
 
 import os
 import shutil
@@ -59,7 +59,7 @@ class Pods:
         self, folder: Path, server: S3Server, bucket_folder: str, steps: str, nodes: int = 2, ranks: int = 1
     ) -> None:
         self.job = manifests(
-            "job.yaml",
+            "base/job.yaml",
             {
                 "completions: 2 ": f"completions: {nodes} ",
                 "parallelism: 2 ": f"parallelism: {nodes} ",

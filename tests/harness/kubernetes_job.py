@@ -1,4 +1,4 @@
-"""What Kubernetes does with ``scripts/kubernetes/job.yaml``: each pod's command, and the action for its exit code."""
+"""What Kubernetes does with ``kubernetes/base/job.yaml``: each pod's command, and the action for its exit code."""
 
 import re
 import shutil
