@@ -42,7 +42,8 @@ def disk(forkserver: Server) -> Iterator[DiskFaults]:
     forkserver.disk.heal()
 
 
-@pytest.fixture(scope="session")
+# Not for the session: the threads of idle workers wake up a hundred times a second for each group of their past calls.
+@pytest.fixture(scope="module")
 def gloo() -> Iterator[GlooPool]:
     pool = GlooPool()
     yield pool

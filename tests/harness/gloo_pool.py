@@ -14,7 +14,7 @@ from forkserver import context
 TIMEOUT_SECONDS = 120
 # DTensor's caches keep the groups of past calls alive, and each group has threads that wake up a hundred times a
 # second. Forking a new process that has imported all modules is cheaper than the threads of a full test run.
-CALLS_PER_PROCESS = 8
+CALLS_PER_PROCESS = 4
 
 
 class GlooPool:
