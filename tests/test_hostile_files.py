@@ -15,14 +15,23 @@ import torch
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from torchtrain.checkpoint.format import FileRecord, _load_tensor, _shape, parse_metadata
+from torchtrain.checkpoint.format import FileRecord, _load_tensor, _shape, parse_metadata, read_manifest
+from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalStorage
+from torchtrain.checkpoint.outputs import merge_metrics
+from torchtrain.checkpoint.storage import WriterLease
+from torchtrain.datasets.file_formats import documents
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
+from torchtrain.metrics.history import read_run, validation_losses
+from torchtrain.metrics.writers import changes_steps, has_validation
+from torchtrain.plugins.comparison.runs import open_run
 from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
+from torchtrain.plugins.huggingface.weights import _files as weight_files
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
+ROOT = Path(__file__).parent.parent
 METADATA = b"ctorch.distributed.checkpoint.metadata\n"
 DEEP = b"[" * 200_000
 LARGE = 10**12
@@ -230,3 +239,68 @@ def test_bombs_take_no_memory() -> None:
     code += "with pytest.raises(ValueError, match='more memory'):\n"
     code += "  t.parse_metadata(t.BOMBS['memo']['data.pkl'], {})\n"
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": ":".join(sys.path), "PATH": ""})
+
+
+# These parse what the same process has made, or lines of the user's text, each of which may be malformed.
+OWN_JSON = {
+    "checkpoint/resume.py": 1,
+    "datasets/file_formats.py": 2,
+    "files.py": 1,
+    "metrics/writers.py": 1,
+    "plugins/comparison/command.py": 1,
+    "plugins/huggingface/tokenizer.py": 1,
+    "plugins/huggingface/weights.py": 2,
+    "torch_internals.py": 1,
+}
+
+
+def test_json_of_files_is_parsed_by_the_function_that_bounds_it() -> None:
+    package = ROOT / "torchtrain"
+    counts = {
+        str(path.relative_to(package)): len(re.findall(r"json\.loads?\(", path.read_text(encoding="utf-8")))
+        for path in package.rglob("*.py")
+    }
+    assert {name: count for name, count in counts.items() if count} == OWN_JSON
+
+
+def test_nested_or_foreign_lines_of_metrics_are_passed_over(tmp_path: Path) -> None:
+    good = [{"step": 0, "event": "start", "options": "a"}, {"step": 2, "loss": 2.0, "validation_loss": 1.5}]
+    bad = [
+        b'{"step": 2, "event": "start", "validation_loss": ' + DEEP,
+        b'["event", "validation_loss"]',
+        b'{"step": "2", "event": "start", "validation_loss": 1.0}',
+        b'{"event": "start", "validation_loss": 1.0}',
+        b'{"step": ' + b"1" * 5000 + b', "validation_loss": 1.0}',
+        b'\xff"event": "start" "validation_loss"',
+    ]
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b"".join(line + b"\n" for line in (*(json.dumps(line).encode() for line in good), *bad)))
+    warnings: list[str] = []
+    run = read_run(tmp_path, warnings.append)
+    assert [line["loss"] for line in run.lines] == [2.0]
+    assert len(warnings) == len(bad)
+    assert validation_losses(tmp_path) == {2: ("", 1.5)}
+    assert has_validation(file, 2)
+    assert changes_steps(file, 1, "b")
+    assert not changes_steps(file, 1, "a")
+    (tmp_path / "config.toml").write_text("")
+    assert set(open_run(tmp_path).lines) == {2}
+    assert merge_metrics(file.read_bytes(), b'{"step": 0, "event": "start", "a": ' + DEEP + b"\n")
+
+
+def test_nested_files_of_a_checkpoint_are_damaged_and_a_nested_lease_is_none(tmp_path: Path) -> None:
+    storage = LocalStorage(str(tmp_path))
+    (tmp_path / LEASE_FILE).write_bytes(DEEP)
+    assert storage.read_lease() == WriterLease()
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / "step-2" / "manifest.json").write_bytes(DEEP)
+    with pytest.raises(DamagedError, match=r"step-2/manifest.json is damaged: its values are nested too deeply"):
+        read_manifest(storage.open(2))
+    (tmp_path / "model.safetensors.index.json").write_bytes(DEEP)
+    with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is damaged: .* nested too deeply"):
+        weight_files(tmp_path)
+
+
+def test_nested_arrays_of_text_files_are_data_errors() -> None:
+    with pytest.raises(DataError, match="its values are nested too deeply"):
+        list(documents(io.BytesIO(DEEP), "a.json", "text"))

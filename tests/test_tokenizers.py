@@ -120,8 +120,8 @@ def test_prompt_of_a_sentencepiece_model_has_the_special_tokens_of_transformers(
     if added is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(added))
     ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
-    assert ours.encode_prompt("def main(") == theirs.encode("def main(")
-    assert ours.encode_prompt("")[:1] == ([ours.bos_id] if added else [])
+    assert ours.encode_prompt("def main(", ours.added_ids) == theirs.encode("def main(")
+    assert ours.encode_prompt("", ours.added_ids)[:1] == ([ours.bos_id] if added else [])
 
 
 def export_of(path: str, folder: Path) -> Any:
@@ -158,6 +158,9 @@ def test_texts_that_spell_special_tokens_are_scored_as_by_the_exported_model(tmp
         starts = text.startswith(bos)  # as HFLM.tok_encode
         assert HarnessBase.tok_encode(harness, text) == theirs.encode(text, add_special_tokens=not starts), text
         assert HarnessBase.tok_encode(harness, text, False) == theirs.encode(text, add_special_tokens=False), text
+        prompt = ours.encode_prompt(text, ours.added_bos)  # of generate and of validation.prompts
+        assert prompt == theirs.encode(text, add_special_tokens=not starts), text
+        assert not ours.special_ids & set(ours.encode(text)) - {0}, "documents spell no special token but <unk>"
 
 
 def test_content_hash_identifies_the_tokenizer(rank_file):

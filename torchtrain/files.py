@@ -110,7 +110,7 @@ def read_file(path: Path) -> bytes:
     return with_retries(read, path)
 
 
-def parse_json(content: bytes, name: Path | str, error_type: type[TorchtrainError]) -> Any:
+def parse_json(content: bytes | str, name: Path | str, error_type: type[TorchtrainError]) -> Any:
     """The value in the JSON ``content`` of the file ``name``, which nobody vouches for.
 
     Raises:
@@ -126,6 +126,18 @@ def parse_json(content: bytes, name: Path | str, error_type: type[TorchtrainErro
         raise error_type(f"{name} is damaged: its values are nested too deeply") from None
     except ValueError as error:
         raise error_type(f"{name} is damaged: {printable(str(error))}") from None
+
+
+def json_object(content: bytes | str) -> dict[str, Any] | None:
+    """The JSON object in ``content``; None if it is none, or ``parse_json`` has an error.
+
+    For what is passed over where it is damaged, such as a line of metrics.jsonl that a kill has cut short.
+    """
+    try:
+        value = parse_json(content, "", TorchtrainError)
+    except TorchtrainError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def require_regular(path: Path) -> None:

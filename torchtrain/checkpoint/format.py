@@ -43,7 +43,7 @@ from torch.futures import Future
 
 from torchtrain.checkpoint.storage import MANIFEST, StagedCheckpoint, StoredCheckpoint
 from torchtrain.errors import DamagedError, SupersededError, TorchtrainError
-from torchtrain.files import BLOCK_BYTES, MISSING, printable, with_retries
+from torchtrain.files import BLOCK_BYTES, MISSING, parse_json, printable, with_retries
 from torchtrain.logging import BestEffort
 
 T = TypeVar("T")
@@ -147,13 +147,13 @@ def read_manifest(checkpoint: StoredCheckpoint) -> Manifest:
 
 def _parsed_manifest(path: str, text: bytes) -> Manifest:
     try:
-        content = json.loads(text.decode())
+        content = parse_json(text, path, DamagedError)
         del content["xxh3_128"]
         if _manifest_text(content) != text.decode():
             raise ValueError("its text does not have the hash it names")
         content["files"] = [FileRecord(**file) for file in content["files"]]
         return Manifest(**content)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged ({printable(str(error))})") from error
 
 

@@ -38,6 +38,7 @@ from torchtrain.files import (
     discard,
     fsync_folder,
     is_own_file,
+    json_object,
     local_path,
     names_in,
     read_file,
@@ -263,8 +264,8 @@ class LocalStorage(CheckpointStorage):
     def read_lease(self) -> WriterLease:
         """Read the current lease; an empty lease if the file is missing or has another content."""
         try:
-            lease = WriterLease(**json.loads(read_file(self.folder / LEASE_FILE)))
-        except (*MISSING, ValueError, TypeError):
+            lease = WriterLease(**(json_object(read_file(self.folder / LEASE_FILE)) or {}))
+        except (*MISSING, TypeError):
             return WriterLease()
         return lease if isinstance(lease.generation, int) else WriterLease()
 

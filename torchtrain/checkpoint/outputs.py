@@ -6,7 +6,6 @@ one part at a time is in memory.
 
 import gzip
 import io
-import json
 import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -15,7 +14,7 @@ from typing import IO, Any, cast
 
 from torchtrain.checkpoint.format import read_manifest, read_verified
 from torchtrain.checkpoint.storage import StoredCheckpoint
-from torchtrain.files import atomic_write
+from torchtrain.files import atomic_write, json_object
 from torchtrain.logging import logger
 
 OUTPUTS = "outputs.tar.gz"
@@ -179,8 +178,8 @@ def _by_process(content: bytes) -> Iterator[tuple[bytes, list[bytes]]]:
 
 
 def _order(start: bytes) -> tuple[int, float]:
+    event = json_object(start) or {}
     try:
-        event = json.loads(start)
         return int(event["generation"]), float(event["time"])
     except (ValueError, TypeError, LookupError):  # what comes before the first start, or a damaged line
         return -1, 0.0

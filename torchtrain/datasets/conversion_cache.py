@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from torchtrain.files import MISSING, atomic_write, hash_of, read_file, with_retries
+from torchtrain.files import MISSING, atomic_write, hash_of, json_object, read_file, with_retries
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Record:
     def read(copy: Path) -> "Record | None":
         """The record beside ``copy``; None if it is missing or damaged."""
         try:
-            content = json.loads(read_file(_beside(copy)))
+            content = json_object(read_file(_beside(copy))) or {}
             return Record(**{**content, "not_utf8": tuple(content["not_utf8"])})
         except (*MISSING, ValueError, TypeError, KeyError):
             return None

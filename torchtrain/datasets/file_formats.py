@@ -421,6 +421,8 @@ def _array(content: bytes) -> list[object]:
         items: list[object] = json.loads(decode_piece(content, 0))
     except json.JSONDecodeError as error:
         raise DataError(f"line {error.lineno} is not valid JSON: {error.msg}") from None
+    except RecursionError:
+        raise DataError("its values are nested too deeply") from None
     if not items:
         raise DataError("it has no data: its array is empty")
     return items

@@ -1,6 +1,5 @@
 """Find data files: a file, all files in a folder, or all files that match a pattern."""
 
-import json
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import has_magic
@@ -10,7 +9,7 @@ from typing import Any
 from torchtrain.datasets.file_formats import SUFFIXES, kind_of
 from torchtrain.datasets.mixed_folder import advice, kinds_of_descriptions, log_left_out
 from torchtrain.errors import DataError
-from torchtrain.files import MISSING, names_in, read_file
+from torchtrain.files import MISSING, json_object, names_in, read_file
 
 
 def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
@@ -116,7 +115,7 @@ def _json_in(folder: Path, name: str, names: Sequence[str], key: str) -> Any:
     if name not in names:
         return None
     try:
-        content = json.loads(read_file(folder / name))
-    except (*MISSING, ValueError, RecursionError):
+        content = json_object(read_file(folder / name))
+    except MISSING:
         return None
-    return content.get(key) if isinstance(content, dict) else None
+    return content.get(key) if content is not None else None

@@ -70,10 +70,18 @@ class Tokenizer(ABC):
             ids.append(self.eos_id)
         return ids
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """Ids of ``text`` with those that the tokenizer's own files add, as ``AutoTokenizer`` adds them by default."""
-        before, after = self.added_ids
-        return [*before, *self.ids_of(text), *after]
+    def encode_prompt(self, text: str, added_ids: tuple[list[int], list[int]]) -> list[int]:
+        """Ids of a prompt between ``added_ids``, as ``AutoTokenizer`` encodes it.
+
+        A special token that it spells is that token, because the author of a prompt means it. A prompt that begins with
+        the token that begins documents gets no second one.
+        """
+        ids = self.ids_with_special(text)
+        begin = self.eos_id if self.bos_id is None else self.bos_id
+        if begin is not None and ids[:1] == [begin]:
+            return ids
+        before, after = added_ids
+        return [*before, *ids, *after]
 
     def ids_with_special(self, text: str) -> list[int]:
         """Ids of ``text`` without added ones, in which a special token that it spells has the id of that token.
@@ -229,7 +237,7 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, content: bytes, folder: Path) -> None:
         try:
-            about = json.loads(content)
+            about = parse_json(content, TOKENIZER_JSON, TokenizerError)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode())
         except Exception as error:  # the library has no more specific exception type
             raise TokenizerError(f"it is not a {TOKENIZER_JSON}: {error}") from None

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.files import atomic_write
+from torchtrain.files import atomic_write, json_object
 from torchtrain.logging import BestEffort, logger
 from torchtrain.torch_internals import all_groups, flight_record
 
@@ -157,7 +157,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
                     if rank < self.rank:
                         return  # that rank logs the summary, so that only one rank reads the reports of all
                     with path.open() as file:
-                        statuses[rank] = RankStatus(**json.loads(file.readline()))
+                        statuses[rank] = RankStatus(**(json_object(file.readline()) or {}))
         logger.error("%s", self._summary(what, statuses))
 
     def _summary(self, what: str, statuses: dict[int, RankStatus]) -> str:

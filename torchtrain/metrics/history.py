@@ -1,6 +1,5 @@
 """Read what a run has written to ``metrics.jsonl``."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -8,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtrain.errors import TorchtrainError
+from torchtrain.files import json_object
 from torchtrain.logging import logger
 
 UNDOING = ("start", "rolled_back")
@@ -37,11 +37,10 @@ def validation_losses(folder: Path) -> dict[int, tuple[str, float]]:
     for text in content.splitlines():
         if b'"validation' not in text and b'"event"' not in text:
             continue  # of a long run, parsing all lines takes seconds, and it is done beside training
-        try:
-            line = json.loads(text)
-            step, loss = line["step"], line.get("validation_loss", line.get("validation_ema_loss"))
-        except (ValueError, KeyError, TypeError):  # cut short, as by a kill
+        line = json_object(text)
+        if line is None or not isinstance(line.get("step"), int):  # cut short, as by a kill
             continue
+        step, loss = line["step"], line.get("validation_loss", line.get("validation_ema_loss"))
         if line.get("event") in UNDOING:
             losses = {earlier: loss for earlier, loss in losses.items() if earlier <= step}
         elif isinstance(loss, float) and math.isfinite(loss):
@@ -67,11 +66,8 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
     except OSError as error:
         raise TorchtrainError(f"{file} cannot be read: {error.strerror}") from None
     for number, text in enumerate(content.splitlines(), 1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            line = None
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+        line = json_object(text)
+        if line is None or not isinstance(line.get("step"), int):
             warn(f"{file}: line {number} is cut short, as by a kill, or no line of a run; passed over")
             continue
         event = line.get("event")

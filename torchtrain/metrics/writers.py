@@ -17,7 +17,7 @@ import tomli
 
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig, flat
-from torchtrain.files import atomic_write, names_in
+from torchtrain.files import atomic_write, json_object, names_in
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import UNDOING
 
@@ -229,8 +229,7 @@ def _last_start(path: Path) -> dict[str, Any]:
     with suppress(OSError):
         for text in path.read_bytes().splitlines():
             if b'"event": "start"' in text:
-                with suppress(ValueError):  # a truncated line
-                    last = json.loads(text)
+                last = json_object(text) or last  # else a truncated line
     return last
 
 
@@ -242,12 +241,13 @@ def changes_steps(path: Path, step: int, options: str, part: str = "") -> bool:
     lines: list[dict[str, Any]] = []
     with suppress(OSError):  # there is none
         for text in path.read_bytes().splitlines():
-            with suppress(ValueError, TypeError, KeyError):  # a truncated line
-                line = json.loads(text)
-                if line.get("event") in UNDOING:
-                    lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
-                if line.get("event") in (None, "start"):
-                    lines.append(line)
+            line = json_object(text)
+            if line is None or not isinstance(line.get("step"), int):  # a truncated line
+                continue
+            if line.get("event") in UNDOING:
+                lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
+            if line.get("event") in (None, "start"):
+                lines.append(line)
     if not any(line["step"] > step and "event" not in line for line in lines):
         return False
     starts = [line for line in lines if line.get("event") == "start"]
@@ -262,9 +262,10 @@ def has_validation(path: Path, step: int) -> bool:
     with suppress(OSError):  # the run only validates again
         for text in path.read_bytes().splitlines():
             if any(part in text for part in (b'"validation_', *(f'"event": "{event}"'.encode() for event in UNDOING))):
-                with suppress(ValueError):  # a truncated line
-                    line = json.loads(text)
-                    found = found and line["step"] >= step if "event" in line else found or line["step"] == step
+                line = json_object(text)
+                if line is None or not isinstance(line.get("step"), int):  # a truncated line
+                    continue
+                found = found and line["step"] >= step if "event" in line else found or line["step"] == step
     return found
 
 

@@ -47,6 +47,13 @@ class Letters:
     def encode(self, text: str, *, bos: bool = False) -> list[int]:
         return [self.bos_id] * bos + [ord(character) % TINY.vocab_size for character in text]
 
+    @property
+    def added_bos(self) -> tuple[list[int], list[int]]:
+        return [self.bos_id], []
+
+    def encode_prompt(self, text: str, added_ids: tuple[list[int], list[int]]) -> list[int]:
+        return [*added_ids[0], *self.encode(text), *added_ids[1]]
+
     def decode(self, ids: list[int]) -> str:
         return " ".join(map(str, ids))
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from torchtrain.errors import TorchtrainError
-from torchtrain.files import atomic_write
+from torchtrain.files import atomic_write, parse_json
 
 FILE = "tensors.safetensors"
 # Rounding explains a relative distance of GAIN * (eps of the dtype + largest distance of earlier tensors), and any
@@ -69,7 +69,7 @@ def read(folder: Path) -> StepFingerprints:
     """
     try:
         with safe_open(folder / FILE, "np") as file:
-            about = json.loads(file.metadata()["about"])
+            about = parse_json(file.metadata()["about"], folder / FILE, TorchtrainError)
             tensors = {}
             for key, (dtype, shape, note) in about.items():
                 tensors[key] = Fingerprint(dtype, shape, note, file.get_tensor(key))

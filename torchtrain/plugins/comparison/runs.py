@@ -1,7 +1,6 @@
 """Compare two runs: config, logged metrics, checkpoints and fingerprints."""
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
-from torchtrain.files import is_url, names_in, read_file
+from torchtrain.files import is_url, json_object, names_in, read_file
 from torchtrain.metrics.history import UNDOING
 from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
@@ -116,11 +115,10 @@ def open_run(location: str | Path) -> RunFolder:
         run = RunFolder(path, from_text(read_text(file), file, only_known=True), {}, {})
         metrics = read_file(path / METRICS) if METRICS in names else b""
     for text in metrics.splitlines():
-        try:
-            line = json.loads(text)
-            step = int(line["step"])
-        except (ValueError, TypeError, KeyError):
+        line = json_object(text)
+        if line is None or not isinstance(line.get("step"), int):
             continue
+        step = line["step"]
         if line.get("event") in UNDOING:
             run.start = line if line["event"] == "start" else run.start
             run.lines = {number: own for number, own in run.lines.items() if number <= step}

@@ -15,7 +15,7 @@ from torchtrain.cli import command, is_first_rank
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
-from torchtrain.files import MISSING, with_retries, writing
+from torchtrain.files import MISSING, json_object, with_retries, writing
 from torchtrain.logging import logger
 
 if TYPE_CHECKING:
@@ -138,12 +138,10 @@ def read_prompts(file: Path) -> list[str]:
         return lines
     prompts = []
     for number, line in enumerate(lines, 1):
-        try:
-            prompts.append(json.loads(line)["prompt"])
-        except (ValueError, KeyError, TypeError):
-            prompts.append(None)
-        if not isinstance(prompts[-1], str):
+        prompt = (json_object(line) or {}).get("prompt")
+        if not isinstance(prompt, str):
             raise ConfigError(f'--prompts_file {file}: prompt {number} is not {{"prompt": "some text"}}: {line[:80]}')
+        prompts.append(prompt)
     return prompts
 
 

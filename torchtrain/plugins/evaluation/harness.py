@@ -84,13 +84,10 @@ class HarnessBase(TemplateLM):  # type: ignore[misc]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """As the harness's own model: a text may spell special tokens; one that begins with BOS gets no second one."""
-        tokenizer = self.text_tokenizer
-        ids = tokenizer.ids_with_special(string)
-        begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-        if add_special_tokens is False or (add_special_tokens is None and begin is not None and ids[:1] == [begin]):
-            return ids
-        before, after = self.added_ids
-        return [*before, *ids, *after]
+        if add_special_tokens is None:
+            return self.text_tokenizer.encode_prompt(string, self.added_ids)
+        before, after = self.added_ids if add_special_tokens else ([], [])
+        return [*before, *self.text_tokenizer.ids_with_special(string), *after]
 
     def _batches(self, requests: Collator, disable: bool) -> Iterable[Any]:
         total = -(-len(requests) // self.batch_size)

@@ -18,7 +18,7 @@ def encode_prompts(config: JobConfig, tokenizer: Tokenizer) -> list[list[int]]:
         ConfigError: a prompt has no tokens, or too many for ``training.seq_len``.
     """
     validation, seq_len = config.validation, config.training.seq_len
-    prompts = [tokenizer.encode(prompt, bos=True) for prompt in validation.prompts]
+    prompts = [tokenizer.encode_prompt(prompt, tokenizer.added_bos) for prompt in validation.prompts]
     for number, tokens in enumerate(prompts):
         name = f"validation.prompts[{number}]"
         if not tokens:

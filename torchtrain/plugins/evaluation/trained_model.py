@@ -41,8 +41,7 @@ class TrainedModel:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Return the token ids of ``text``, which begins like the texts that the model was trained on."""
-        before, after = self.added_ids
-        return [*before, *self.tokenizer.encode(text), *after]
+        return self.tokenizer.encode_prompt(text, self.added_ids)
 
 
 def load_model(

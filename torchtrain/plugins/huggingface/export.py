@@ -14,7 +14,7 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import on_rank0
 from torchtrain.distributed.process_group import set_timeout
 from torchtrain.errors import ConfigError
-from torchtrain.files import MISSING, atomic_write, read_file, require_folder
+from torchtrain.files import MISSING, atomic_write, json_object, read_file, require_folder
 from torchtrain.logging import BestEffort, logger
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
@@ -49,8 +49,8 @@ class HuggingFaceExporter(Exporter):
                 if origin is None:
                     read_file(folder / "hf" / CONFIG_FILE)
                     origin = read_file(folder / ORIGIN)
-                return bool(json.loads(origin) != _origin(config, step))
-            except (*MISSING, ValueError):
+                return json_object(origin) != _origin(config, step)
+            except MISSING:
                 return True
 
         return not config.checkpoint.enable or on_rank0(is_outdated, group)

@@ -21,7 +21,7 @@ from torchtrain.datasets.tokenizers import (
     SentencePieceTokenizer,
     Tokenizer,
 )
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, TokenizerError
 from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.logging import logger
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
@@ -78,7 +78,7 @@ def _require_known_class(path: Path) -> None:
 
     Version 5 calls it TokenizersBackend, and lists additional special tokens under another name than version 4 reads.
     """
-    content = json.loads(path.read_bytes())
+    content = parse_json(path.read_bytes(), path, TokenizerError)
     if content.get("tokenizer_class") != "TokenizersBackend":
         return
     fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
@@ -146,7 +146,7 @@ def _copy(path: Path, folder: Path) -> None:
 
 def _update_json(path: Path, defaults: dict[str, Any], values: dict[str, Any]) -> None:
     """Set ``values`` in a JSON file, and ``defaults`` where a key is missing. Without a change it is not rewritten."""
-    old = json.loads(path.read_bytes()) if path.exists() else {}
+    old = parse_json(path.read_bytes(), path, TokenizerError) if path.exists() else {}
     new = {**defaults, **old, **values}
     if new != old:
         path.write_text(json.dumps(new, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
@@ -168,7 +168,7 @@ def _template(library: Library, before: Sequence[int], after: Sequence[int]) -> 
 
 def _with_post_processor(content: bytes, library: Library, before: Sequence[int]) -> bytes:
     """The tokenizer.json ``content`` with a post-processor that adds only ``before``; the rest is not changed."""
-    about = json.loads(content)
+    about = parse_json(content, TOKENIZER_JSON, TokenizerError)
     old = about.get("post_processor") or {"type": "Sequence", "processors": []}
     steps = old["processors"] if old["type"] == "Sequence" else [old]
     steps = [step for step in steps if step["type"] == "ByteLevel"]  # which adds no ids

@@ -25,6 +25,7 @@ from torchtrain.files import (
     MISSING,
     PARTIAL_SUFFIX,
     fsync_folder,
+    parse_json,
     partial_folder,
     partial_path,
     printable,
@@ -127,7 +128,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
             logger.warning("%s is read, and not the files that %s names, as in transformers", weights, INDEX_FILE)
         return {weights: []}
     try:
-        weight_map = json.loads(read_file(index))["weight_map"]
+        weight_map = parse_json(read_file(index), index, CheckpointError)["weight_map"]
         files: dict[Path, list[str]] = {}
         for name, file in weight_map.items():
             if Path(file).name != file or not file.isprintable():
@@ -136,7 +137,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
         return files
     except MISSING:
         pass
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} is not an index of safetensors files ({error!r})") from error
     found = sorted(folder.glob("*.safetensors"))
     if len(found) > 1:

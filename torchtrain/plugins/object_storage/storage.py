@@ -41,7 +41,7 @@ from torchtrain.checkpoint.storage import (
     superseded,
 )
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
-from torchtrain.files import MISSING
+from torchtrain.files import MISSING, json_object
 from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.object_store import (
     MIN_ATTEMPTS,
@@ -435,7 +435,7 @@ class ObjectStorage(CheckpointStorage):
                 return _Record()
             if self._read is None or self._read[0] != names[-1]:
                 try:
-                    content = json.loads(self.store.read(f"lease/{names[-1]}"))
+                    content = json_object(self.store.read(f"lease/{names[-1]}")) or {}
                     record = _Record(**{**content, "lease": WriterLease(**content["lease"])})
                 except MISSING:  # a newer start has removed it
                     continue

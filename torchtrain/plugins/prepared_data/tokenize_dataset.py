@@ -51,6 +51,7 @@ from torchtrain.files import (
     TRANSIENT_ERRNOS,
     fsync_folder,
     is_url,
+    json_object,
     local_path,
     open_lock_file,
     unreadable,
@@ -665,10 +666,10 @@ def _has_sizes(shard: Shard, sizes: Mapping[str, int], dtype: np.dtype[Any]) -> 
 def _parse_record(content: bytes) -> _Record | None:
     """The record of a shard; None if it is damaged."""
     try:
-        fields = json.loads(content)
+        fields = json_object(content) or {}
         flushed, input_hash = fields.pop("flushed", False), fields.pop("input_hash", "")
         return _Record(Shard.from_json(fields), flushed, input_hash)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -1,10 +1,10 @@
 """The run's files: those of the replica that leads, so that several replicas write one curve."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from torchtrain.files import json_object
 from torchtrain.logging import BestEffort
 from torchtrain.metrics.writers import append, rename_files_of_other_run
 
@@ -73,7 +73,9 @@ class RunFiles:
         content = content[: content.rfind(b"\n") + 1]
         self._read += len(content)
         for text in content.splitlines():
-            line = json.loads(text)
+            line = json_object(text)
+            if line is None:
+                continue
             # Of a replica that takes over, its own start is none of the run.
             if self._known and (line.get("event") == "start" or _key(line) in self._known):
                 continue
@@ -84,9 +86,8 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     """The lines of the run that count: those before a start or a rollback, beyond its step, do not."""
     lines: list[dict[str, Any]] = []
     for text in file.read_bytes().splitlines() if file.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:  # cut short by a kill
+        line = json_object(text)
+        if line is None:  # cut short by a kill
             continue
         if line.get("event") in ("start", "rolled_back"):
             lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
