@@ -133,7 +133,7 @@ def test_every_token_of_text_is_trained_on_once(kind: type[Documents], seed: int
 
 @pytest.mark.parametrize("batch", [1, 5, 8])
 def test_stop_trains_on_every_whole_batch(batch: int) -> None:
-    source = Documents([random.Random(1).choice([1, 40, 900]) for _ in range(60)])
+    source = Documents(random.Random(1).choices([1, 40, 900], k=60))
     tokens = len(source.tokens) + 2 * 60
     batches = list(loader_of(source, batch, 10, 1, 0, 10))
     assert sum(bool((found.labels != IGNORE_INDEX).all()) for found in batches) == (tokens - 1) // (batch * 10)
