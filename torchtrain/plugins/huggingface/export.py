@@ -49,9 +49,10 @@ class HuggingFaceExporter(Exporter):
                 if origin is None:
                     read_file(folder / "hf" / CONFIG_FILE)
                     origin = read_file(folder / ORIGIN)
-                return json_object(origin) != _origin(config, step)
             except MISSING:
                 return True
+            made_from = json_object(origin)
+            return made_from is None or made_from != _origin(config, step)
 
         return not config.checkpoint.enable or on_rank0(is_outdated, group)
 
