@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from forked_command import checked_command, run_command
 from forked_run import CONFIG, ForkedRun, finish, read_metrics, slow_steps
 from terminal import Terminal
 
@@ -117,6 +120,90 @@ def test_step_lines_are_colored_only_where_the_terminal_shows_it(
     (line,) = (line for line in screen.splitlines() if "loss" in line and "grad norm" in line)
     step = "\x1b[36mstep 1/1\x1b[0m  \x1b[36m128 tokens\x1b[0m" if is_colored else "step 1/1  128 tokens"
     assert re.match(rf"[0-9:]{{8}} {re.escape(step)}  ", line), repr(line)
+    assert ("\x1b" in screen) is is_colored
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("commands")
+    (folder / "text.txt").write_text("def f(x):\n    return x\n" * 400)
+    (folder / "small.toml").write_text(
+        "[model.shape]\ndim = 32\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64\n"
+        "[training]\nseq_len = 32\nlocal_batch_size = 2\nsteps = 2\n"
+        f'[data]\npath = "{folder}/text.txt"\n[optimizer]\nlr = 0.001\n'
+    )
+    options = ("--job.config_file", str(folder / "small.toml"), "--job.dump_folder", str(folder / "run"))
+    checked_command("torchtrain.train", *options)
+    return folder
+
+
+COMMANDS = {
+    "estimate": ("--job.config_file", "small.toml", "--estimate.world_size", "2"),
+    "prepare": ("--job.config_file", "small.toml", "--prepare.output", "prepared"),
+    "compare": ("run", "run"),
+    "generate": ("run", "--prompt", "def", "--max_new_tokens", "3"),
+    "convert": ("run", "exported"),
+    "convert_config": ("titan.toml",),
+    "explain": ("run", "--step", "2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("columns", "variables"),
+    [
+        (80, {"NO_COLOR": "1"}),
+        pytest.param(80, {"TERM": "dumb"}, marks=pytest.mark.slow),
+        pytest.param(140, {}, marks=pytest.mark.slow),
+        pytest.param(140, {"CI": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_output_of_each_command_in_a_terminal(
+    small_run: Path, tmp_path: Path, columns: int, variables: dict[str, str]
+) -> None:
+    """Colors only where the terminal has them, and none as text."""
+    shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "titan.toml").write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
+    files = {"small.toml", "titan.toml", "run", "exported", "prepared"}
+    for name, arguments in COMMANDS.items():
+        terminal = Terminal(columns, **variables)
+        given = [str(tmp_path / word) if word in files else word for word in arguments]
+        result = run_command(f"torchtrain.{name}", *given, hook=terminal.hook_of_all)
+        screen = terminal.close_raw()
+        assert result.returncode == 0, screen
+        assert screen.strip(), name
+        assert "\\x1b" not in screen
+        if variables.keys() & {"NO_COLOR", "TERM"}:
+            assert "\x1b" not in screen, (name, screen)
+
+
+HELP = """
+import sys
+from importlib import import_module
+for name in {names!r}:
+    try:
+        import_module(f"torchtrain.{{name}}").main(["--help"])
+    except SystemExit:
+        print(name, "has ended")
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
+)
+def test_help_of_each_command_is_colored_only_where_the_terminal_shows_it(
+    variables: dict[str, str], is_colored: bool
+) -> None:
+    """In a process of its own, because tyro reads its options when it is imported."""
+    names = ["train", *COMMANDS]
+    terminal = Terminal(80, **variables)
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "CI")}
+    environment |= {"TERM": "xterm-256color", **variables}
+    script = [sys.executable, "-c", HELP.format(names=names)]
+    subprocess.run(script, env=environment, stdout=terminal.slave, stderr=terminal.slave, check=True)
+    screen = terminal.close_raw()
+    for name in names:
+        assert f"{name} has ended" in screen
     assert ("\x1b" in screen) is is_colored
 
 

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import struct
+import sys
 import termios
 import threading
 from collections.abc import Callable, Mapping
@@ -19,8 +20,17 @@ def use_terminal(path: str, environment: Mapping[str, str]) -> None:
     os.environ.update(environment)
 
 
+def use_terminal_for_all(path: str, environment: Mapping[str, str]) -> None:
+    """As ``use_terminal``, and standard output becomes the terminal, too."""
+    use_terminal(path, environment)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+
+
 class Terminal:
     """A terminal of ``columns``; pass ``hook`` to the process, and call ``close`` when it has ended.
+
+    ``hook_of_all`` is for a command, which writes its results to standard output.
 
     ``variables``: those of the environment that change what a terminal shows, such as ``NO_COLOR``.
     """
@@ -30,6 +40,7 @@ class Terminal:
         fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
         environment = {"TERM": "xterm-256color", **variables}
         self.hook: Callable[[], None] = partial(use_terminal, os.ttyname(self.slave), environment)
+        self.hook_of_all: Callable[[], None] = partial(use_terminal_for_all, os.ttyname(self.slave), environment)
         self._content = b""
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
