@@ -311,21 +311,28 @@ def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tm
     assert list(tmp_path.iterdir()) == []
 
 
-def report_soon() -> None:
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(1 if seconds == REPORT_WAITING_SECONDS else seconds)
-    threading.Timer(6, lambda: os._exit(7)).start()
+def on_a_fast_clock() -> None:
+    """Time passes ten times as fast, and the process exits when the report has been logged."""
+    monotonic, sleep = time.monotonic, time.sleep
+    time.monotonic = lambda: monotonic() * 10
+    time.sleep = lambda seconds: sleep(seconds / 10)
+    threading.Timer(REPORT_WAITING_SECONDS / 10 + 3, lambda: os._exit(7)).start()
 
 
-def test_node_that_waits_for_the_others_says_where() -> None:
-    """As if the rendezvous were on another host than that of node rank 0."""
+@pytest.mark.parametrize(
+    ("nodes", "came"), [([1], "nothing listens there"), ([0, 2], "2 of 4 nodes have come, missing: node rank 1, 3")]
+)
+def test_node_that_waits_for_the_others_says_where_and_for_whom(tmp_path: Path, nodes: list[int], came: str) -> None:
+    """In the first case as if the rendezvous were on another host than that of node rank 0."""
     port = free_port()
-    found = run_command(
-        *("torchtrain.launch", "--nnodes", "2", "--node-rank", "1", "--master-addr", "localhost"),
-        *("--master-port", str(port), "-m", "torchtrain.train"),
-        hook=report_soon,
-    )
-    assert found.returncode == 7
-    assert (
-        f"node rank 1 of 2, has waited for 45 s for the other nodes, at localhost:{port}: is that the" in found.stderr
-    )
+    started = []
+    for node in nodes:
+        (folder := tmp_path / str(node)).mkdir()
+        options = ("--nnodes", "4", "--node-rank", str(node), "--master-addr", "localhost", "--master-port", str(port))
+        command = ("torchtrain.launch", *options, "-m", "torchtrain.train")
+        started.append(start_command(folder, *command, hook=on_a_fast_clock))
+    for node, ([process], [_, errors]) in zip(nodes, started, strict=True):
+        process.join()
+        assert process.exitcode == 7
+        where = f"node rank {node} of 4, has waited for 45 s for the other nodes, at localhost:{port} ({came}): is that"
+        assert where in errors.read_text()

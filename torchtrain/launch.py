@@ -13,11 +13,13 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torchtrain.cli import command, run_and_exit
-from torchtrain.logging import logger
+from torchtrain.logging import logger, ranges
 
 # Exit codes with which all ranks exit at about the same time: errors that all ranks raise, and stops (docs/faults.md).
 SHARED_ENDINGS = (2, 70, 74, 75)
@@ -120,17 +122,57 @@ def terminate_remaining_ranks(number: int) -> None:
 
 def report_waiting(arguments: Any) -> None:
     """Log what this node waits for, if it has not started its ranks after ``REPORT_WAITING_SECONDS``."""
-    time.sleep(REPORT_WAITING_SECONDS)
-    if not Path("/proc/self").exists() or child_processes():
-        return
     static = arguments.rdzv_backend == "static"
     address = f"{arguments.master_addr}:{arguments.master_port}" if static else arguments.rdzv_endpoint
+    deadline = time.monotonic() + REPORT_WAITING_SECONDS
+    arrivals = Arrivals(arguments.node_rank, int(arguments.nnodes), address) if static else None
+    if arrivals is not None:
+        arrivals.join(deadline)
+    time.sleep(max(deadline - time.monotonic(), 0))
+    if not Path("/proc/self").exists() or child_processes():
+        return
     who = f"node rank {arguments.node_rank} of {arguments.nnodes}" if static else f"one of {arguments.nnodes} nodes"
     logger.warning(
-        "host %s, %s, has waited for %d s for the other nodes, at %s: is that the host of node rank 0, do all nodes "
+        "host %s, %s, has waited for %d s for the other nodes, at %s%s: is that the host of node rank 0, do all nodes "
         "reach it, and has each started this command?",
-        *(socket.gethostname(), who, REPORT_WAITING_SECONDS, address),
+        *(socket.gethostname(), who, REPORT_WAITING_SECONDS, address, f" ({arrivals})" if arrivals else ""),
     )
+
+
+class Arrivals:
+    """The node ranks whose launchers have reached torchrun's store at ``address``, in which each leaves its number."""
+
+    def __init__(self, node_rank: int, nodes: int, address: str) -> None:
+        self.node_rank, self.nodes, self.address = node_rank, nodes, address
+        self._store: Any = None
+
+    def join(self, deadline: float) -> None:
+        """Wait for the store until ``deadline``, of ``time.monotonic``."""
+        from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # documented
+
+        host, _, port = self.address.rpartition(":")
+        while self._store is None and time.monotonic() < deadline:
+            # Without the probe, the store would log each second that nothing listens, as torchrun's own does.
+            with suppress(OSError, DistError), socket.create_connection((host, int(port)), timeout=5):
+                self._store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=5))
+                self._store.set(_arrival(self.node_rank), "")
+                return
+            time.sleep(0.5)
+
+    def __str__(self) -> str:
+        from torch.distributed import DistError
+
+        if self._store is None:
+            return "nothing listens there"
+        try:
+            missing = [rank for rank in range(self.nodes) if not self._store.check([_arrival(rank)])]
+        except DistError:
+            return "it answers no longer"
+        return f"{self.nodes - len(missing)} of {self.nodes} nodes have come, missing: node rank {ranges(missing)}"
+
+
+def _arrival(node_rank: int) -> str:
+    return f"torchtrain/node/{node_rank}"
 
 
 def child_processes() -> list[int]:

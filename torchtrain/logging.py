@@ -3,6 +3,7 @@
 Only ``log_in_color`` writes escape sequences, and only to a terminal that shows colors.
 """
 
+import itertools
 import logging
 import os
 import sys
@@ -102,6 +103,13 @@ def is_dumb_terminal() -> bool:
 def terminal_has_colors() -> bool:
     """Whether the log is written to a terminal in color; ``NO_COLOR`` turns colors off (https://no-color.org)."""
     return terminal_width() is not None and not is_dumb_terminal() and not os.environ.get("NO_COLOR")
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Format sorted ``numbers`` as ranges: ``[0, 1, 2, 5]`` becomes ``0-2, 5``."""
+    runs = itertools.groupby(enumerate(numbers), key=lambda at: at[1] - at[0])
+    parts = [[number for _, number in run] for _, run in runs]
+    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
 def aligned(rows: Iterable[tuple[str, str]], width: int | None = None) -> str:

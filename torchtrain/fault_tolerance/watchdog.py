@@ -1,7 +1,6 @@
 """Watchdog for steps and saves that hang: reports where each rank is, and which ranks wait for which others."""
 
 import faulthandler
-import itertools
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.files import atomic_write, json_object
-from torchtrain.logging import BestEffort, logger
+from torchtrain.logging import BestEffort, logger, ranges
 from torchtrain.torch_internals import all_groups, flight_record
 
 POLL_SECONDS = 0.25  # a hang is detected at most this much later than its timeout
@@ -166,7 +165,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         groups: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(_described(statuses.get(rank)), []).append(rank)
-        lines += [f"  ranks {_ranges(ranks)} {described}" for described, ranks in groups.items()]
+        lines += [f"  ranks {ranges(ranks)} {described}" for described, ranks in groups.items()]
         awaited_by: dict[Any, tuple[int, ...]] = {}  # a cache, because most ranks wait in the same collective
         waits: dict[tuple[int, ...], list[int]] = {}
         for rank, status in sorted(statuses.items()):
@@ -179,7 +178,7 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             waits.setdefault(awaited_by[wait], []).append(rank)
         for awaited, waiting in sorted(waits.items()):
             if awaited:
-                lines.append(f"  so ranks {_ranges(waiting)} are waiting for ranks {_ranges(list(awaited))}")
+                lines.append(f"  so ranks {ranges(waiting)} are waiting for ranks {ranges(list(awaited))}")
         return "\n".join(lines)
 
 
@@ -238,10 +237,3 @@ def _awaited(status: RankStatus, statuses: dict[int, RankStatus], world_size: in
     # A send or a receive, whose peer is not known: assume all ranks that are not waiting themselves.
     waiting = {rank for rank, other in statuses.items() if other.waits_in or other.pending}
     return set(range(world_size)) - waiting
-
-
-def _ranges(ranks: list[int]) -> str:
-    """Format sorted ``ranks`` as ranges: ``[0, 1, 2, 5]`` becomes ``0-2, 5``."""
-    runs = itertools.groupby(enumerate(ranks), key=lambda at: at[1] - at[0])
-    parts = [[rank for _, rank in run] for _, run in runs]
-    return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
