@@ -132,7 +132,7 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 NOT_ON_TORCH_2_11 = pytest.mark.skipif(
-    torch.__version__ < "2.12", reason="parallelisms/validate.py rejects it with torch 2.11"
+    torch.__version__ < "2.12", reason="parallelisms/check.py rejects it with torch 2.11"
 )
 
 

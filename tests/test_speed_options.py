@@ -44,7 +44,7 @@ from torchtrain.metrics.run_description import _precision
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.parallelisms import activation_checkpoint, validate
+from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
@@ -52,6 +52,7 @@ from torchtrain.parallelisms.attention_backend import (
     check_attention_backend,
     choose_attention_backend,
 )
+from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.float8.conversion import Float8
@@ -202,7 +203,7 @@ def test_flash_attention_3_is_rejected_where_it_has_no_kernel(
     def check(sections: dict[str, Any], shape: dict[str, Any], capability: tuple[int, int]) -> None:
         training = {"attention_backend": "fa3", **BFLOAT16, **sections.get("training", {})}
         config, gpu = config_of(**{**sections, "training": training}), torch.device("cuda", 0)
-        validate.check_layout(config, gpu, ParallelDims(), replace(TINY, **shape), capability)
+        check_layout(config, gpu, ParallelDims(), replace(TINY, **shape), capability)
 
     check({}, {}, HOPPER)
     with pytest.raises(ConfigError, match=message):
@@ -252,7 +253,7 @@ def test_batched_attention_backward_can_be_compiled() -> None:
 
 def test_float8_requires_a_gpu_of_compute_capability_8_9() -> None:
     with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
-        validate.check_layout(config_of(float8={"recipe": "rowwise"}), CPU, ParallelDims(), TINY)
+        check_layout(config_of(float8={"recipe": "rowwise"}), CPU, ParallelDims(), TINY)
 
 
 @pytest.mark.parametrize(
@@ -271,9 +272,9 @@ def test_float8_requires_a_multiple_of_16_tokens(
     config, degrees = resolve_layout(config, TINY, math.prod(parallelism.values()))
     gpu = torch.device("cuda", 0)
     with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
-        validate.check_layout(config, gpu, degrees, TINY, HOPPER)
+        check_layout(config, gpu, degrees, TINY, HOPPER)
     config = replace(config, training=replace(config.training, seq_len=992))
-    validate.check_layout(config, gpu, degrees, TINY, HOPPER)
+    check_layout(config, gpu, degrees, TINY, HOPPER)
 
 
 def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
@@ -283,13 +284,13 @@ def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
     offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
     plain = Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
     with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
-        validate.check_layout(config, gpu, degrees, TINY, HOPPER)
+        check_layout(config, gpu, degrees, TINY, HOPPER)
     with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory.*all_gather = false"):
-        validate.check_layout(offloaded, gpu, ParallelDims(shard=2), TINY, HOPPER)
-    validate.check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY, HOPPER)
-    validate.check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY, HOPPER)
+        check_layout(offloaded, gpu, ParallelDims(shard=2), TINY, HOPPER)
+    check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY, HOPPER)
+    check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY, HOPPER)
     for one in (config, offloaded):
-        validate.check_layout(replace(one, float8=plain), gpu, degrees, TINY, HOPPER)
+        check_layout(replace(one, float8=plain), gpu, degrees, TINY, HOPPER)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:

@@ -91,11 +91,11 @@ from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import check_attention_backend, choose_attention_backend
+from torchtrain.parallelisms.check import check_layout, check_memory
 from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.parallelisms.validate import check_layout, check_memory
 
 
 class Trainer:
@@ -123,10 +123,10 @@ class Trainer:
         self.stop = StopRequest(config.faults) if stop is None else stop
         self.device = pick_device(config.job.device)
 
-        # Resolve and validate the config before process-group initialization, so that a mistake in it is reported
+        # Resolve and check the config before process-group initialization, so that a mistake in it is reported
         # within seconds, on any number of ranks.
         resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size())
-        validate(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer)
+        check_config(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer)
         self.init_process_groups(resolved, rendezvous)
 
         # From here on the config includes what may change in the course of a run, such as a revision of the data.
@@ -636,7 +636,7 @@ def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, Decode
     return config, tokenizer, model_config, dims
 
 
-def validate(
+def check_config(
     config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig, tokenizer: Tokenizer
 ) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""

@@ -23,7 +23,7 @@ from torchtrain.plugins.planner import simulation
 from torchtrain.plugins.planner.hardware import GPUS
 from torchtrain.plugins.planner.instrument import instrument
 from torchtrain.plugins.planner.recorder import StepRecorder
-from torchtrain.plugins.planner.request import resolve_and_validate
+from torchtrain.plugins.planner.request import resolve_and_check
 from torchtrain.trainer import Trainer
 
 DEVICE = 1  # of the simulated rank; new threads begin with device 0
@@ -140,7 +140,7 @@ def simulate(
     recorder = StreamRecorder(DEVICE)
     config = config_of({**options, "estimate.world_size": world_size})
     model = replace(build_model_config(config.model, None, config.training.seq_len), **shape)
-    config, degrees = resolve_and_validate(config, model, GPUS["h100-80"])
+    config, degrees = resolve_and_check(config, model, GPUS["h100-80"])
 
     @contextmanager
     def instrument_and_record(planner: StepRecorder) -> Iterator[StepRecorder]:

@@ -22,7 +22,7 @@ from torchtrain.plugins.planner.hardware import GPUS
 from torchtrain.plugins.planner.operations import MATMULS, VIEWS, collective, tensors_in
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
-from torchtrain.plugins.planner.request import resolve_and_validate
+from torchtrain.plugins.planner.request import resolve_and_check
 from torchtrain.plugins.planner.simulation import representative_ranks, simulate
 
 # Expected operations on the host: batches are made and labels counted there, and the guard's result is copied there.
@@ -208,7 +208,7 @@ def run(
     try:
         config = config_of({**options, "estimate.world_size": world_size})
         model = replace(build_model_config(config.model, None, config.training.seq_len), **shape)
-        config, degrees = resolve_and_validate(config, model, GPUS[gpu])
+        config, degrees = resolve_and_check(config, model, GPUS[gpu])
     except ConfigError as error:
         if not allow_config_error:
             raise

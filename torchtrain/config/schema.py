@@ -1,7 +1,7 @@
 """All options: one frozen dataclass for each section of the TOML file.
 
 The docstring of a field is the documentation of the option, shown by ``--help``, and its type defines the valid values.
-A section raises ConfigError for other values. ``trainer.validate`` checks what depends on the model and the layout.
+A section raises ConfigError for other values. ``trainer.check_config`` checks what depends on the model and the layout.
 """
 
 import math

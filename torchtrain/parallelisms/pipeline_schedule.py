@@ -1,4 +1,4 @@
-"""Resolve and validate the number of layers per pipeline stage and the number of pipeline microbatches."""
+"""Resolve and check the number of layers per pipeline stage and the number of pipeline microbatches."""
 
 from torchtrain.config.schema import ParallelismConfig, TrainingConfig
 from torchtrain.errors import ConfigError

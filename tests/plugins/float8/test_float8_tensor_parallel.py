@@ -28,7 +28,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.parameters import full_name
-from torchtrain.parallelisms import validate
+from torchtrain.parallelisms.check import check_layout
 from torchtrain.trainer import TrainStep
 
 pytest.importorskip("torchao")
@@ -311,7 +311,7 @@ GPU, HOPPER = torch.device("cuda", 0), (9, 0)
 def test_dimensions_on_a_rank_are_checked(model: TransformerConfig, degrees: ParallelDims, message: str | None) -> None:
     config = config_of(training={"seq_len": 32}, float8={"recipe": "tensorwise"})
     if message is None:
-        validate.check_layout(config, GPU, degrees, model, HOPPER)
+        check_layout(config, GPU, degrees, model, HOPPER)
         return
     with pytest.raises(ConfigError, match=message):
-        validate.check_layout(config, GPU, degrees, model, HOPPER)
+        check_layout(config, GPU, degrees, model, HOPPER)

@@ -15,8 +15,8 @@ from torchtrain.distributed.process_group import init_process_group, pick_device
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config, longest_context
 from torchtrain.models.spec import Decoder, build_model
+from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-from torchtrain.parallelisms.validate import check_layout
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
 
 

@@ -1,4 +1,4 @@
-"""Resolve and validate a request to the planner: GPU, model, number of ranks and layout."""
+"""Resolve and check a request to the planner: GPU, model, number of ranks and layout."""
 
 from dataclasses import replace
 from math import prod
@@ -12,8 +12,8 @@ from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import DecoderConfig
+from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.parallelisms.validate import check_layout
 from torchtrain.plugins.planner.hardware import GPUS, Gpu
 from torchtrain.plugins.planner.options import EstimateConfig
 
@@ -58,7 +58,7 @@ def resolve_world_size(config: JobConfig) -> int:
     return prod(value for name, value in vars(parallelism).items() if name.endswith("_degree"))
 
 
-def resolve_and_validate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> tuple[JobConfig, ParallelDims]:
+def resolve_and_check(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> tuple[JobConfig, ParallelDims]:
     """Return ``config`` with its layout resolved, and its parallel dimensions.
 
     Raises:

@@ -22,7 +22,7 @@ from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.report import format_layout, format_ranking
 from torchtrain.plugins.planner.representative_ranks import representative_pipeline_ranks
 from torchtrain.plugins.planner.request import (
-    resolve_and_validate,
+    resolve_and_check,
     resolve_gpu,
     resolve_model_config,
     resolve_world_size,
@@ -68,14 +68,14 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
         config = replace(config, training=replace(config.training, global_batch_size=batch))
     given, candidates = [], []
     with suppress(ConfigError):
-        given = [resolve_and_validate(config, model_config, gpu)[0]]
+        given = [resolve_and_check(config, model_config, gpu)[0]]
     for layout in candidate_layouts(config, model_config):
         with suppress(ConfigError):
-            resolved, degrees = resolve_and_validate(layout, model_config, gpu)
+            resolved, degrees = resolve_and_check(layout, model_config, gpu)
             if resolved not in given:
                 candidates.append((*analytic_estimate(resolved, model_config, degrees, gpu), resolved))
     if not (given or candidates):
-        resolve_and_validate(config, model_config, gpu)  # raises the error of the layout in the config
+        resolve_and_check(config, model_config, gpu)  # raises the error of the layout in the config
     before_work()
     candidates.sort(key=lambda candidate: candidate[:2])
     most_gib = gpu.memory_gib * MEMORY_TOLERANCE

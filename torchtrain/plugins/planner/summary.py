@@ -17,7 +17,7 @@ from torchtrain.plugins.planner.operations import Operation
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecord
 from torchtrain.plugins.planner.representative_ranks import derive_step, representative_pipeline_ranks
-from torchtrain.plugins.planner.request import resolve_and_validate
+from torchtrain.plugins.planner.request import resolve_and_check
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate
 from torchtrain.plugins.planner.timing import CostModel, replay
 
@@ -270,7 +270,7 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
     Raises:
         ConfigError: the trainer would reject the config on this GPU.
     """
-    config, degrees = resolve_and_validate(config, model_config, gpu)
+    config, degrees = resolve_and_check(config, model_config, gpu)
     cost_model = CostModel(gpu, Efficiency(), config)
     options, global_batch_size = section_of(config, EstimateConfig), config.training.global_batch_size
     microbatches = global_batch_size // degrees.batch // config.training.local_batch_size

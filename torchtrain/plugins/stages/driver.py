@@ -34,10 +34,10 @@ from torchtrain.metrics.validation import check_data_of_validation_parts
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.parallelisms.validate import check_streams
+from torchtrain.parallelisms.check import check_streams
 from torchtrain.plugins.stages.configs import batch_schedule, nested, set_options, stage_configs
 from torchtrain.plugins.stages.table import in_columns
-from torchtrain.trainer import Trainer, resolve, validate, with_pinned_data
+from torchtrain.trainer import Trainer, check_config, resolve, with_pinned_data
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
 Build = Callable[[JobConfig, Rendezvous, StopRequest, HeldLease], Trainer]
@@ -218,12 +218,12 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     stop = StopRequest(config.faults)
     device = pick_device(config.job.device)
 
-    def resolve_and_validate(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
+    def resolve_and_check(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
         own, tokenizer, model_config, dims = resolve(own, world_size())
-        validate(own, device, dims, model_config, tokenizer)
+        check_config(own, device, dims, model_config, tokenizer)
         return own, model_config
 
-    stages = resolve_stages(config, resolve_and_validate)
+    stages = resolve_stages(config, resolve_and_check)
     rendezvous, held = Rendezvous(config.comm.init_timeout_seconds), HeldLease()
     number = rendezvous.agree("first stage", lambda: _stage_to_begin(stages))
     logger.info("the stages of the run:\n%s", in_columns(plan_of(stages[number]).table()))

@@ -1,4 +1,4 @@
-"""Validate the config against the device and the parallel layout, before process-group initialization."""
+"""Check the config against the device and the parallel layout, before process-group initialization."""
 
 import math
 from collections.abc import Callable

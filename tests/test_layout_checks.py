@@ -23,9 +23,9 @@ from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.model_config import flavor_config
+from torchtrain.parallelisms.check import check_layout, check_memory
 from torchtrain.parallelisms.pipeline_schedule import split_evenly
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.parallelisms.validate import check_layout, check_memory
 from torchtrain.trainer import Trainer
 
 LLAMA = flavor_config("llama3", "8B")  # 32 layers, 32 heads, 8 key/value heads
