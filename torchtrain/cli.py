@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from types import FrameType
 from typing import Any, NoReturn
 
 from torchtrain import __version__
@@ -30,37 +31,30 @@ class Interrupted(KeyboardInterrupt):
     """A signal that ends a command as Ctrl-C does."""
 
     def __init__(self, number: int) -> None:
-        super().__init__()
+        super().__init__(number)
         self.number = number
 
 
-@contextmanager
-def interrupts_as_raised() -> Iterator[None]:
-    """A context manager that raises an interrupt which an import has turned into its own error.
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """The handler of a signal that ends a command.
 
-    Python code that an extension module calls while it is initialized may be interrupted; pybind11 then raises an
-    ImportError from the KeyboardInterrupt.
+    In an import the signal ends the process, as before the command runs, because an import may hide the exception:
+    pybind11 makes it an ImportError, and torch clears that of its import of NumPy, of which parts are then missing.
     """
-    try:
-        yield
-    except (ImportError, SystemError) as error:
-        cause = error.__cause__
-        if isinstance(cause, KeyboardInterrupt):
-            raise cause from None
-        raise
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        frame = frame.f_back
+    raise Interrupted(number)
 
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
     """A context manager in which SIGTERM and SIGUSR1, which SLURM sends, raise ``Interrupted``."""
-
-    def interrupt(number: int, _frame: object) -> None:
-        raise Interrupted(number)
-
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        with interrupts_as_raised():
-            yield
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -107,11 +101,14 @@ def run_command(run: Callable[[], int]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the encoding of the terminal may not be UTF-8
     init_logging()
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # see torchtrain/__init__.py
+    # The former until here: see torchtrain/__init__.py. A shell ignores it for a background job.
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in (
+        signal.SIG_DFL,
+        signal.default_int_handler,
+    ):
+        signal.signal(signal.SIGINT, interrupt)
     try:
-        with interrupts_as_raised():
-            code = run()
+        code = run()
         sys.stdout.flush()
         return code
     except TorchtrainError as error:
@@ -226,7 +223,7 @@ def run_and_exit(main: Callable[[], int]) -> NoReturn:
     if not isinstance(code, int | None):
         sys.stderr.write(f"{code}\n")
         code = 1
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (interrupt, signal.default_int_handler):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # the work is done: Ctrl-C ends the process without a traceback
     threading._shutdown()  # type: ignore[attr-defined]  # as in a child of multiprocessing
     atexit._run_exitfuncs()
