@@ -104,7 +104,7 @@ def few_layouts(use_terminal: Callable[[], object]) -> None:
     use_terminal()
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("columns", [80, *(pytest.param(other, marks=pytest.mark.slow) for other in (120, None))])
 def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     """A line for each layout while it runs, and a table that fits 80 columns; that of the quick start has its form."""
     terminal = None if columns is None else Terminal(columns)
