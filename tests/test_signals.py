@@ -19,14 +19,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TEXTS = 4000
 COMMANDS = {
     "prepare": ["--data.path", "{}/texts.jsonl", "--prepare.output", "{}/out", "--prepare.processes", "8"],
-    "train": [
-        "--job.config_file",
-        "train_configs/debug_model.toml",
-        "--job.dump_folder",
-        "{}/run",
-        "--training.steps",
-        "30",
-    ],
+    "train": ["--job.config_file", "train_configs/debug_model.toml", "--training.steps", "10"],
     "generate": ["{trained}", "--prompt", "def", "--max_new_tokens", "60"],
     "convert": ["{trained}", "{}/hf"],
     "compare": ["{trained}", "{trained}"],
@@ -38,7 +31,7 @@ COMMANDS = {
 }
 COMMANDS["evaluate"] += ["--include_path", "{}"]
 COMMANDS["train"] += ["--job.dump_folder", "{}/run"]
-COMMANDS["launch"] += COMMANDS["train"]
+COMMANDS["launch"] += COMMANDS["train"]  # which leaves SIGUSR1 to the ranks, which are in sessions of their own
 SECONDS = {"prepare": 2.0, "train": 12.0, "convert_config": 1.0, "launch": 15.0}  # others: 6
 TASK = """
 task: words
