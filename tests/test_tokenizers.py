@@ -103,7 +103,7 @@ def test_lone_surrogates_are_encoded(rank_file):
 def test_tokenizer_without_bos(tmp_path):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a b c d e f"] * 9), model_writer=model, vocab_size=10, bos_id=-1, minloglevel=2
+        sentence_iterator=iter(["a b c d e f"] * 9), model_writer=model, vocab_size=9, bos_id=-1, minloglevel=2
     )
     path = tmp_path / "no_bos.model"
     path.write_bytes(model.getvalue())

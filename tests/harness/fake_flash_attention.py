@@ -5,6 +5,7 @@ activates them, and ``on_cpus`` lets it compute on CPUs, too.
 """
 
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ _kept: list[Library] = []
 
 def install() -> None:
     """Make ``flash_attn_interface`` importable in this process."""
+    # Of torch 2.11, where _fa3 replaces the kernels of PyTorch.
+    warnings.filterwarnings("ignore", r"Warning only once for all operators")
     if _kept:
         return
     own = Library("flash_attn_3", "DEF")

@@ -159,13 +159,17 @@ def triton_version_problem() -> str:
     """Why kernels cannot be compiled here, or "": torch works with one minor version of Triton."""
     from importlib.metadata import PackageNotFoundError, version
 
-    torch, minor = version("torch"), lambda text: ".".join(text.split(".")[:2])
-    wanted = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}.get(minor(torch))
+    import torch
+
+    if torch.version.cuda is not None:
+        return "needs a CPU build of torch: one for CUDA asks for the driver"
+    own, minor = version("torch"), lambda text: ".".join(text.split(".")[:2])
+    wanted = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}.get(minor(own))
     try:
         found = version("triton")
     except PackageNotFoundError:
         return "needs triton: pip install -e '.[dev]' -c constraints.txt, on Linux and x86-64"
-    return "" if minor(found) == wanted else f"triton {found} is not the version of torch {torch}"
+    return "" if minor(found) == wanted else f"triton {found} is not the version of torch {own}"
 
 
 def install(library: Path, name: str = "h100-80") -> None:

@@ -60,6 +60,8 @@ SENT: dict[tuple[Any, ...], Any] = {
     ("allreduce", 1): torch.float64,
 }
 """The dtype of each collective of a step by axis, operation and dimensions of what is sent."""
+if torch.__version__ < "2.12":  # in which stages exchange their numbers once
+    SENT |= {("pipeline", "send", 0): torch.float32, ("pipeline", "recv", 1): torch.float32}
 
 
 class SynchronizationRecorder(StepRecorder):
