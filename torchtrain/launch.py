@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         # need it (init_process_group), and the port of such a store may be taken by the time it is bound.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if most > 1:
-        threading.Thread(target=report_waiting, args=(arguments,), daemon=True).start()
+        threading.Thread(target=report_waiting, args=(arguments, most), daemon=True).start()
     # With restarts, torchrun may wait for nodes that rejoin. On macOS, Python has waitid since 3.13.
     if arguments.max_restarts == 0 and hasattr(os, "waitid"):
         threading.Thread(target=exit_if_rendezvous_lost, daemon=True).start()
@@ -120,12 +120,12 @@ def terminate_remaining_ranks(number: int) -> None:
             time.sleep(0.1)
 
 
-def report_waiting(arguments: Any) -> None:
-    """Log what this node waits for, if it has not started its ranks after ``REPORT_WAITING_SECONDS``."""
+def report_waiting(arguments: Any, nodes: int) -> None:
+    """Log what this one of ``nodes`` waits for, if it has not started its ranks after ``REPORT_WAITING_SECONDS``."""
     static = arguments.rdzv_backend == "static"
     address = f"{arguments.master_addr}:{arguments.master_port}" if static else arguments.rdzv_endpoint
     deadline = time.monotonic() + REPORT_WAITING_SECONDS
-    arrivals = Arrivals(arguments.node_rank, int(arguments.nnodes), address) if static else None
+    arrivals = Arrivals(arguments.node_rank, nodes, address) if static else None
     if arrivals is not None:
         arrivals.join(deadline)
     time.sleep(max(deadline - time.monotonic(), 0))
@@ -151,7 +151,7 @@ class Arrivals:
         from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]  # documented
 
         host, _, port = self.address.rpartition(":")
-        while self._store is None and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             # Without the probe, the store would log each second that nothing listens, as torchrun's own does.
             with suppress(OSError, DistError), socket.create_connection((host, int(port)), timeout=5):
                 self._store = TCPStore(host, int(port), wait_for_workers=False, timeout=timedelta(seconds=5))
