@@ -1,6 +1,7 @@
 """The launcher's exit code, signals and errors, and the shell script that starts it."""
 
 import errno
+import logging
 import os
 import shutil
 import signal
@@ -22,7 +23,8 @@ from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.distributed.process_group import world_size
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError, HardwareError, StoppedError, StorageError, TorchtrainError
-from torchtrain.launch import REPORT_WAITING_SECONDS, SHARED_ENDINGS
+from torchtrain.launch import SHARED_ENDINGS
+from torchtrain.logging import logger
 
 ROOT = Path(__file__).parent.parent
 LAUNCH = ("torchtrain.launch", "--standalone", "--no-python", "--nproc-per-node")
@@ -312,11 +314,17 @@ def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tm
 
 
 def on_a_fast_clock() -> None:
-    """Time passes ten times as fast, and the process exits when the report has been logged."""
+    """Time passes six times as fast, and the process exits some seconds after the report, so that others can report."""
     monotonic, sleep = time.monotonic, time.sleep
-    time.monotonic = lambda: monotonic() * 10
-    time.sleep = lambda seconds: sleep(seconds / 10)
-    threading.Timer(REPORT_WAITING_SECONDS / 10 + 3, lambda: os._exit(7)).start()
+    time.monotonic = lambda: monotonic() * 6
+    time.sleep = lambda seconds: sleep(seconds / 6)
+
+    def exit_after_report(record: logging.LogRecord) -> bool:
+        if "has waited" in record.getMessage():
+            threading.Timer(6, lambda: os._exit(7)).start()
+        return True
+
+    logger.addFilter(exit_after_report)
 
 
 @pytest.mark.parametrize(
