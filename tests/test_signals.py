@@ -145,3 +145,4 @@ def test_interrupt_in_an_import_that_hides_it_ends_the_command(tmp_path: Path) -
     result = run_command("torchtrain.prepare", *words, hook=partial(interrupt_import, tmp_path))
     assert result.returncode == -signal.SIGINT, result.stderr
     assert "Traceback" not in result.stderr
+    assert result.stderr.count("stopped by Ctrl-C") == 1

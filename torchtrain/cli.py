@@ -43,6 +43,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """
     while frame is not None:
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            _log_signal(number)
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         frame = frame.f_back
@@ -64,6 +65,11 @@ def is_first_rank() -> bool:
     """Whether this process is rank 0, the only process, or has an invalid RANK."""
     rank = os.environ.get("RANK", "0")
     return rank == "0" or not rank.isdecimal()
+
+
+def _log_signal(number: int) -> None:
+    if is_first_rank():
+        logger.error("stopped by %s", "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
 
 def _log_once(error: TorchtrainError, *, only_this_rank: bool = False) -> None:
@@ -101,7 +107,7 @@ def run_command(run: Callable[[], int]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # the encoding of the terminal may not be UTF-8
     init_logging()
-    # The former until here: see torchtrain/__init__.py. A shell ignores it for a background job.
+    # It is the default action until here (torchtrain/__init__.py), and stays ignored in a background job of a shell.
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) in (
         signal.SIG_DFL,
         signal.default_int_handler,
@@ -118,8 +124,7 @@ def run_command(run: Callable[[], int]) -> int:
         return error.exit_code
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Interrupted) else signal.SIGINT
-        if is_first_rank():
-            logger.error("stopped by %s", "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
+        _log_signal(number)
         return 128 + number
     except (ImportError, MemoryError, OSError, RuntimeError) as error:
         if limit := limit_error(error):

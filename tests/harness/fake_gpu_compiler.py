@@ -161,8 +161,8 @@ def triton_version_problem() -> str:
 
     import torch
 
-    if torch.version.cuda is not None:
-        return "needs a CPU build of torch: one for CUDA asks for the driver"
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        return "torch for CUDA needs the driver, also for a simulated GPU: take a CPU build"
     own, minor = version("torch"), lambda text: ".".join(text.split(".")[:2])
     wanted = {"2.11": "3.6", "2.12": "3.7", "2.13": "3.7"}.get(minor(own))
     try:
