@@ -32,7 +32,7 @@ STEPS = 15
 # The data and the tokenizer of the repository. Options that a config on clusters sets are set back.
 LOCAL_DATA = [
     *("--data.name=", "--data.subset=", "--model.tokenizer_path=", "--lr_scheduler.warmup_steps=2"),
-    *("--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--metrics.no-enable_report"),
+    *("--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--report.no-enable"),
 ]
 TINY = [
     *("--model.shape.dim=64", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
@@ -219,7 +219,7 @@ def tests(dry_run: bool) -> Part:
 def configs(dry_run: bool, work: Path) -> Part:
     """The debug model on the GPU and on a CPU, in float32 and with fingerprints; 1B compiled and not."""
     debug = ["--job.config_file=train_configs/debug_model.toml", "--training.steps=10", "--metrics.log_freq=1"]
-    debug += ["--training.mixed_precision_param=float32", "--debug.fingerprint_steps", "1", "2"]
+    debug += ["--training.mixed_precision_param=float32", "--comparison.fingerprint_steps", "1", "2"]
     debug += [*LOCAL_DATA, *(TINY if dry_run else [])]
     runs = {"debug_model": debug, "debug_model_cpu": [*debug, "--job.device=cpu"]}
     pairs = [("debug_model", "debug_model_cpu")]

@@ -88,7 +88,7 @@ def test_killed_run_in_the_database_ends_like_one_in_a_folder(module: Path, tmp_
 def test_export_of_a_run_in_the_database_is_in_the_dump_folder(module: Path, tmp_path: Path) -> None:
     """And the next start finds it complete."""
     folder = tmp_path / "run"
-    options = (*options_of_the_page(tmp_path), "--checkpoint.last_save_in_hf", "--training.steps", "2")
+    options = (*options_of_the_page(tmp_path), "--huggingface.export", "--training.steps", "2")
     output = finish(folder, *options, ranks=1, hook=partial(use_module_of, module))
     assert f"wrote {folder}/hf" in output
     assert (folder / "hf/config.json").is_file()

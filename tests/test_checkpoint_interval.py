@@ -156,7 +156,7 @@ def test_disabled_checkpoints_are_logged_at_start_and_end(tmp_path: Path) -> Non
     assert start.endswith("this run saves no checkpoints, and cannot be resumed")
     assert output.index(start) < next(number for number, line in enumerate(output) if "step 1/1" in line)
     assert end.endswith("checkpoint.enable = false: nothing is saved of this run")
-    assert "only the exported weights are saved" in finish(tmp_path, *off, "--checkpoint.last_save_in_hf", ranks=1)
+    assert "only the exported weights are saved" in finish(tmp_path, *off, "--huggingface.export", ranks=1)
     assert "checkpoint.enable = false" not in finish(tmp_path / "on", "--training.steps", "1", ranks=1)
 
 

@@ -77,7 +77,7 @@ def test_command_line_corrects_inconsistent_values_of_the_file(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["--job.config_file", "--job.config-file"])
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("before", [[], ["--debug.fingerprint_steps", "1", "2"]])
+@pytest.mark.parametrize("before", [[], ["--comparison.fingerprint_steps", "1", "2"]])
 def test_config_file_option_is_found_in_every_spelling(
     tmp_path: Path, name: str, joined: bool, before: list[str]
 ) -> None:
@@ -226,7 +226,7 @@ def test_invalid_command_line_is_rejected(
     [
         (["--optimizer.lr=-1"], "optimizer.lr = -1.0 must be at least 0"),
         (["--comm.init_timeout_seconds", "9999999999"], "init_timeout_seconds = 9999999999 must be at most 1000000000"),
-        (["--job.data_cache_gib", "0.5"], "job.data_cache_gib = 0.5 must be at least 1"),
+        (["--remote_data.cache_gib", "0.5"], "remote_data.cache_gib = 0.5 must be at least 1"),
         (["--optimizer.eps", "0"], "optimizer.eps = 0.0 must be above 0"),
         (["--optimizer.beta2", "1"], "optimizer.beta2 = 1.0 must be at least 0 and under 1"),
         (["--training.max_norm", "nan"], "training.max_norm = nan must be above 0"),
@@ -261,8 +261,10 @@ def test_help_is_one_screen_of_sections(
     lines = help_of(capsys, "--help").splitlines()
     assert len(lines) <= 33
     assert max(map(len, lines)) <= columns
-    listed = [line.split()[0] for line in lines if re.match("  [a-z]", line)]
-    assert listed == [*section_types(), "docs/configuration.md"]
+    heading = lines.index("sections of plugins (docs/plugins.md):")
+    listed = [line.split()[0] for line in lines[:heading] if re.match("  [a-z]", line)]
+    of_plugins = " ".join(lines[heading + 1 : lines.index("", heading)]).split()
+    assert [*listed, *(name.rstrip(",") for name in of_plugins)] == [*section_types()]
 
 
 def test_every_option_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

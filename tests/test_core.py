@@ -73,7 +73,7 @@ def train(source: Path, work: Path, ranks: int) -> None:
     """Train all ``LAYOUTS`` of ``ranks`` with the package in the folder ``source``; outputs are in ``work``."""
     config = work / "config.toml"
     work.mkdir(exist_ok=True)
-    config.write_text(CONFIG, encoding="utf-8")
+    config.write_text(CONFIG.replace("[report]\nenable = false\n", ""), encoding="utf-8")
     commands = []
     for name, runs in LAYOUTS[ranks].items():
         for options in runs:
@@ -115,7 +115,7 @@ def test_core_without_plugins_trains_the_same_bits(ranks: int, tmp_path: Path) -
 def test_a_missing_plugin_is_named(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
     (tmp_path / "stages.toml").write_text('[[stages]]\nname = "a"\nsteps = 1\n')
-    options = [["--optimizer.name=muon"], ["--checkpoint.folder=s3://bucket/run"], ["--metrics.norms_freq=2"]]
+    options = [["--optimizer.name=muon"], ["--checkpoint.folder=s3://bucket/run"], ["--diagnostics.norms_freq=2"]]
     options += [["--training.global_batch_size=4, 8 at 1K"], [f"--job.config_file={tmp_path / 'stages.toml'}"]]
     code = f"""{NO_EDITABLE}
 import torchtrain.estimate
@@ -132,7 +132,7 @@ assert torchtrain.estimate.main([]) == 2
     ]
     assert "optimizer.name = 'muon' needs the plugin torchtrain.plugins.muon, which is not installed" in optimizer
     assert "needs the plugin torchtrain.plugins.object_storage, which is not installed" in storage
-    assert "metrics.norms_freq = 2 needs the plugin torchtrain.plugins.diagnostics, which is not installed" in option
+    assert "diagnostics.norms_freq needs the plugin torchtrain.plugins.diagnostics, which is not installed" in option
     for line in (ramp, stages):
         assert "needs the plugin torchtrain.plugins.stages, which is not installed" in line
     assert "this command is of the plugin torchtrain.plugins.planner, which is not installed" in command

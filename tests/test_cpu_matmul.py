@@ -125,7 +125,7 @@ def test_training_in_bfloat16_replaces_kernels(replacements: list[None]) -> None
 def test_muon_in_bfloat16_replaces_kernels(replacements: list[None]) -> None:
     for dtype in ("auto", "bfloat16"):
         assert not replacements
-        config = OptimizerConfig(name="muon", muon_dtype=dtype)
+        config = OptimizerConfig(name="muon", options={"muon": {"dtype": dtype}})
         use_cpu_kernels(build_optimizer([Transformer(TINY)], config))
     assert replacements
 

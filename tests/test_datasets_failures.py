@@ -380,7 +380,7 @@ def test_a_rank_without_the_data_ends_all_ranks_with_one_message(
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
-@pytest.mark.parametrize("option", ["job.data_cache_folder", "job.dump_folder"])
+@pytest.mark.parametrize("option", ["remote_data.cache_folder", "job.dump_folder"])
 def test_a_rank_that_cannot_write_a_folder_ends_all_ranks_with_one_message(tmp_path: Path, option: str) -> None:
     for rank in range(2):
         (tmp_path / f"{rank}").mkdir()

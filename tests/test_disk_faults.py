@@ -734,7 +734,7 @@ def test_conversion_to_a_full_disk_leaves_no_files(
 
 def test_failed_export_keeps_the_checkpoints(disk: DiskFaults, tmp_path: Path) -> None:
     disk.fail("write", f"{tmp_path}/hf*", errno.ENOSPC)
-    output = run_ends_with(2, tmp_path, "--checkpoint.last_save_in_hf", "--training.steps", "2", ranks=2)
+    output = run_ends_with(2, tmp_path, "--huggingface.export", "--training.steps", "2", ranks=2)
     assert "hf could not be written" in output
     assert "Traceback" not in output
     assert saved_steps(tmp_path / "checkpoint") == [2]

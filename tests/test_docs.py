@@ -113,7 +113,7 @@ LISTED = {
     "test_compare.py runs a similar command",
     "python -m torchtrain.explain outputs/my_texts --step 35 --top 3": "needs a run of other options; "
     "test_explain.py runs a similar command",
-    "./run_llama_train.sh --debug.fingerprint_steps 1 2": "run with more options by test_compare.py",
+    "./run_llama_train.sh --comparison.fingerprint_steps 1 2": "run with more options by test_compare.py",
     "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --only context": "takes a minute; run by hand",
@@ -168,8 +168,8 @@ LISTED = {
     "--job.dump_folder outputs/eight_ranks": ("needs 8 GPUs; tests/test_parallelism.py has the layouts"),
     "./run_llama_train.sh --data.path s3://my-bucket/prepared --job.dump_folder outputs/s3": "needs a bucket; "
     "test_object_store_data.py reads such data from a local server",
-    "./run_llama_train.sh --data.path s3://my-bucket/texts --job.data_cache_folder /local/cache "
-    "--job.data_cache_gib 500": "needs a bucket; test_range_cache.py reads by URL with a cache",
+    "./run_llama_train.sh --data.path s3://my-bucket/texts --remote_data.cache_folder /local/cache "
+    "--remote_data.cache_gib 500": "needs a bucket; test_range_cache.py reads by URL with a cache",
     'sbatch --array 0-63 --cpus-per-task 32 --wrap "python -m torchtrain.prepare --data.path /data/texts '
     '--prepare.output /data/prepared"': "needs a cluster; test_prepare.py divides the work in the same way",
     "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "
@@ -231,7 +231,7 @@ def test_links_and_options_exist(page: Path) -> None:
         if section in sections and f"{section}.{key}" not in ("data.sources", "validation.sources", "train.slurm"):
             known = {key_of(field.name) for field in fields(sections[section])}
             name = key.removeprefix("no-")
-            assert name in known or key in ("py", "jsonl", "safetensors", "yaml"), (
+            assert name in known or key in ("py", "jsonl", "safetensors", "yaml", "md"), (
                 f"{page.name}: {section}.{key} is no option"
             )
 

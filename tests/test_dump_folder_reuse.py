@@ -55,7 +55,7 @@ def test_each_run_in_a_folder_has_its_own_files(tmp_path: Path) -> None:
 
 def test_files_of_a_complete_run_come_back_after_another_run_in_its_folder(tmp_path: Path) -> None:
     """With links of reports to their own curves."""
-    report = ("--metrics.enable_report", "--training.steps")
+    report = ("--report.enable", "--training.steps")
     finish(tmp_path, *report, "2", ranks=1)
     first = {name: (tmp_path / name).read_bytes() for name in ("metrics.jsonl", "curves.png", "report.md")}
     finish(tmp_path, *report, "1", "--checkpoint.folder", "other", ranks=1)

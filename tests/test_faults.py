@@ -345,7 +345,7 @@ def slow_export() -> Any:
 
 
 def test_stop_during_the_export_waits_for_it_or_leaves_it_to_the_next_start(tmp_path: Path) -> None:
-    options = ["--training.steps", "2", "--checkpoint.last_save_in_hf"]
+    options = ["--training.steps", "2", "--huggingface.export"]
     run = ForkedRun(tmp_path, *options, "--faults.stop_grace_seconds", "1", hook=slow_export)
     run.wait_for((tmp_path / "exporting").exists)
     run.kill(number=signal.SIGTERM)
@@ -374,7 +374,7 @@ def test_interrupted_validation_and_export_are_repeated_on_resume(tmp_path: Path
     held_out = tmp_path / "held_out.txt"
     held_out.write_text("some words that nobody has trained on\n" * 100)
     options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
-    options += ["--checkpoint.last_save_in_hf"]
+    options += ["--huggingface.export"]
     finish(tmp_path / "reference", *options, ranks=1)
     folder = tmp_path / "run"
     for step, number in ((4, signal.SIGTERM), (STEPS, signal.SIGTERM), (STEPS, signal.SIGKILL)):
@@ -394,7 +394,7 @@ def test_interrupted_validation_and_export_are_repeated_on_resume(tmp_path: Path
     before = (folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat()
     assert "the run is complete" in finish(folder, *options, ranks=1)
     assert before == ((folder / "metrics.jsonl").read_bytes(), (folder / "hf").stat())
-    assert "wrote" in finish(folder, *options, "--checkpoint.export_dtype", "float32", ranks=1)
+    assert "wrote" in finish(folder, *options, "--huggingface.export_dtype", "float32", ranks=1)
     assert next(folder.glob("hf/*.safetensors")).stat().st_size > 1.9 * len(ours_before)
 
 
@@ -613,7 +613,7 @@ def spike_in_the_second_step() -> Any:
 
 def test_spike_is_handled_like_non_finite_numbers_also_after_a_restart(tmp_path: Path) -> None:
     uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
-    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5", "--metrics.norms_freq", "1")
+    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5", "--diagnostics.norms_freq", "1")
     finish(uninterrupted, *spikes, hook=spike_in_step_7)
     (event,) = (line for line in metrics_lines(uninterrupted) if line.get("event", "").startswith("bad_step"))
     assert (event["step"], event["event"]) == (7, "bad_step_skip")

@@ -18,7 +18,7 @@ from forked_run import same_tensors, saved_tensors
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import ActivationCheckpointConfig, Float8Config
+from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
@@ -27,6 +27,7 @@ from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.plugins.comparison.runs import RunFolder, compare_runs, open_run, relative
 from torchtrain.plugins.exact_sums.exact_sums import ExactSums
 from torchtrain.plugins.float8.conversion import Float8
+from torchtrain.plugins.float8.options import Float8Config
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import estimate
 from torchtrain.train import main
@@ -41,7 +42,7 @@ BASE = [
     *("--model.shape.dim=256", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
     *("--model.shape.ffn_dim=512", "--training.seq_len=128", "--training.local_batch_size=4"),
     *(f"--training.steps={STEPS}", "--optimizer.lr=1e-3", "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1"),
-    *("--metrics.no-enable_tensorboard", "--metrics.no-enable_report", "--checkpoint.no-enable"),
+    *("--metrics.no-enable_tensorboard", "--report.no-enable", "--checkpoint.no-enable"),
 ]
 
 # Options that change what is computed: the reference on the CPU has them, too.
@@ -69,7 +70,7 @@ KEEPS: dict[str, tuple[str, ...]] = {
     "loss at once": ("--training.loss_chunk_tokens=0",),
     "small loss chunks": ("--training.loss_chunk_tokens=32",),
     "math attention": ("--training.attention_backend=math",),
-    "norms and averages": ("--metrics.norms_freq=1", "--ema.enable"),
+    "norms and averages": ("--diagnostics.norms_freq=1", "--ema.enable"),
     "checkpoints": ("--checkpoint.enable", "--checkpoint.interval=2"),
 }
 ON_CUDA_ONLY: dict[str, tuple[str, ...]] = {

@@ -15,6 +15,7 @@ from torchtrain.datasets.held_out import SourcePart, is_held_out
 from torchtrain.datasets.packing import DocumentSource
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
+from torchtrain.plugins.evaluation.options import EvaluationConfig
 
 SHARE = 0.3
 
@@ -138,9 +139,9 @@ def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) 
         DataConfig(sources=(SourceConfig(path=text),), held_out=SHARE)
     with pytest.raises(ConfigError, match=r"held_out = 1.0.* must be at least 0 and less than 1"):
         SourceConfig(path=text, held_out=1.0)
-    with pytest.raises(ConfigError, match=r"validation.prompts needs validations: set data.held_out, or"):
-        JobConfig(validation=ValidationConfig(prompts=("a",)))
-    JobConfig(validation=ValidationConfig(prompts=("a",)), data=DataConfig(held_out=SHARE))
+    with pytest.raises(ConfigError, match=r"evaluation.prompts needs validations: set data.held_out, or"):
+        JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))})
+    JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))}, data=DataConfig(held_out=SHARE))
     result = run_command(
         "torchtrain.prepare", "--data.path", text, "--data.held_out", "0.3", "--prepare.output", str(tmp_path / "out")
     )

@@ -148,7 +148,7 @@ def trace_operations() -> Iterator[None]:
 
 def test_fingerprints_add_no_operations_to_other_steps(tmp_path: Path) -> None:
     traces = []
-    for folder, option in (("without", ()), ("with", ("--debug.fingerprint_steps", "4"))):
+    for folder, option in (("without", ()), ("with", ("--comparison.fingerprint_steps", "4"))):
         output = finish(tmp_path / folder, *OPTIONS[:-2], *option, ranks=1, hook=trace_operations)
         traces.append(json.loads(output.splitlines()[-1]))
     without, with_one = traces

@@ -402,14 +402,14 @@ def test_averaged_weights_are_used_by_validation_generation_and_export(run: Path
         dist.destroy_process_group()
     with pytest.raises(ConfigError, match="weights = 'emma' do not exist; there are trained and ema"):
         load_model(run, "cpu", weights="emma")
-    export = ("--checkpoint.last_save_in_hf", "--checkpoint.export_weights", "ema")
-    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--checkpoint.export_dtype", "float32")
+    export = ("--huggingface.export", "--huggingface.export_weights", "ema")
+    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--huggingface.export_dtype", "float32")
     assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
     files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
     assert same_tensors(*files)
 
 
-@pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("checkpoint", "export_weights")])
+@pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("huggingface", "export_weights")])
 def test_averaged_weights_without_ema_are_rejected(section: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"{section}.{key} = 'ema' needs averaged weights: set ema.enable = true"):
         config_of(**{section: {key: "ema"}})

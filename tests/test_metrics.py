@@ -33,6 +33,7 @@ from torchtrain.metrics.writers import TensorBoard, WriterContext, has_validatio
 from torchtrain.models.loss import TokenLoss
 from torchtrain.plugins.diagnostics import stragglers
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
+from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
 from torchtrain.plugins.diagnostics.stragglers import StragglerWatch
 from torchtrain.plugins.report.report import write_report
 from torchtrain.plugins.wandb.writer import WeightsAndBiases
@@ -44,7 +45,7 @@ CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
 def recorder_in(folder: str, start_step: int = 0, **options: Any) -> MetricsRecorder:
     return MetricsRecorder(
-        MetricsConfig(**{"log_freq": 1, "straggler_freq": 0, **options}),
+        MetricsConfig(**{"log_freq": 1, **options}),
         Path(folder),
         device=torch.device("cpu"),
         loss_group=dist.group.WORLD,
@@ -180,7 +181,8 @@ def lines_of_a_run(folder: Path, parallelism: dict[str, Any]) -> list[dict[str, 
     config = config_of(
         job={"dump_folder": str(folder / f"run{dist.get_world_size()}{sorted(parallelism)}")},
         data={"sources": sources, "prefetch": 0},
-        metrics={"log_freq": 1, "enable_tensorboard": False, "enable_loss_by_source": True, "norms_freq": 1},
+        metrics={"log_freq": 1, "enable_tensorboard": False},
+        diagnostics={"enable_loss_by_source": True, "norms_freq": 1},
         training={"global_batch_size": 8, "steps": 2, "z_loss_weight": 0.05},
         validation={"enable": True, "sources": sources, "interval": 2, "steps": 2},
         parallelism=parallelism,
@@ -280,7 +282,7 @@ def record_offline(folder: str) -> None:
     os.environ["WANDB_MODE"] = "offline"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings of wandb itself
-        record_steps(folder, {"enable_wandb": True, "enable_tensorboard": False}, 0, 4)
+        record_steps(folder, {"writers": ("wandb",), "enable_tensorboard": False}, 0, 4)
 
 
 def watch_stragglers(kind: str) -> list[dict[str, Any]]:
@@ -293,7 +295,7 @@ def watch_stragglers(kind: str) -> list[dict[str, Any]]:
     if kind == "half as fast":
         stragglers.probe = lambda _: 0.002 if slow else 0.0009
     watch = StragglerWatch(
-        MetricsConfig(straggler_freq=4, straggler_factor=2.0),
+        DiagnosticsConfig(straggler_freq=4, straggler_factor=2.0),
         torch.device("cpu"),
         dist.group.WORLD,
         lambda step, event, values: found.append({"step": step, "event": event, **values}),
@@ -338,8 +340,8 @@ def slow_data() -> Iterator[None]:
 
 
 def test_rank_that_waits_for_data_is_logged_as_a_straggler(tmp_path: Path) -> None:
-    options = ["--metrics.straggler_freq=4", "--training.steps=8", "--checkpoint.no-enable"]
-    options += ["--metrics.straggler_factor=1.2", "--data.prefetch=0"]  # nothing is read during a slow step
+    options = ["--diagnostics.straggler_freq=4", "--training.steps=8", "--checkpoint.no-enable"]
+    options += ["--diagnostics.straggler_factor=1.2", "--data.prefetch=0"]  # nothing is read during a slow step
     finish(tmp_path, *options, hook=slow_data)
     found = [
         line for line in read_metrics(tmp_path) if line.get("event") == "straggler" and line["kind"] == "data wait"
@@ -487,7 +489,7 @@ def watch_waits() -> list[tuple[int, float, float]]:
     found: list[tuple[int, float, float]] = []
     with patch.object(stragglers, "probe", lambda _: 0.001):
         watch = StragglerWatch(
-            MetricsConfig(straggler_freq=4, straggler_factor=2.0),
+            DiagnosticsConfig(straggler_freq=4, straggler_factor=2.0),
             torch.device("cpu"),
             dist.group.WORLD,
             lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),
@@ -514,7 +516,7 @@ def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: p
     fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        WeightsAndBiases(WriterContext(MetricsConfig(wandb_project="mine"), tmp_path, CONFIG))
+        WeightsAndBiases(WriterContext(MetricsConfig(), tmp_path, CONFIG, options={"project": "mine"}))
     assert given[0] == given[1]
     assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")
 

@@ -24,7 +24,7 @@ SIZES = [
     "--model.flavor=",
     *("--model.shape.dim", "32", "--model.shape.n_layers", "2", "--model.shape.n_heads", "4"),
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "64", "--training.local_batch_size", "4"),
-    *("--metrics.norms_freq", "8"),
+    *("--diagnostics.norms_freq", "8"),
 ]
 LAYOUTS = {
     "tensor": ["--parallelism.tensor_parallel_degree", "2"],
@@ -161,7 +161,7 @@ def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], 
         "torchtrain.convert", str(folder), str(target), "--import", name, "--to", "torchtrain", hook=hook
     )
     assert found.returncode == 0, found.stderr
-    run = ForkedRun(tmp_path / "run", *options(name), "--checkpoint.last_save_in_hf", ranks=1, hook=hook)
+    run = ForkedRun(tmp_path / "run", *options(name), "--huggingface.export", ranks=1, hook=hook)
     assert run.wait() == [ConfigError.exit_code]
     assert "cannot be converted to Hugging Face's format" in " ".join(run.output().split())
 

@@ -17,29 +17,31 @@ from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN = {  # every option, by kind and section
     Kind.HARMLESS: {
-        "job": "config_file dump_folder description device import stage data_cache_folder data_cache_gib",
+        "job": "config_file dump_folder description device import stage",
         "model": "shape.max_position_embeddings",
         "training": "steps gc_freq",
         "data": "label longest_seq_len revision prefetch verify_gib",
         "validation": (
             "label path name subset split revision download text_column skip_not_utf8 weight type options sources "
-            "held_out enable interval interval_tokens steps weights prompts prompt_max_new_tokens prompt_temperature "
-            "tasks tasks_path tasks_limit"
+            "held_out enable interval interval_tokens steps weights"
         ),
         "prepare": "output processes verify",
         "checkpoint": (
             "enable folder interval interval_tokens interval_minutes keep_latest_k keep_every keep_best_k load_step "
-            "initial_load_path last_save_in_hf export_weights export_dtype async_mode allow_changes max_failed_saves"
+            "initial_load_path async_mode allow_changes max_failed_saves"
         ),
         "faults": (
             "on_nonfinite max_bad_steps spike_threshold spike_window wall_clock_limit_minutes stop_grace_seconds"
         ),
-        "metrics": (
-            "log_freq norms_freq enable_loss_by_source enable_report enable_tensorboard enable_wandb wandb_project "
-            "writers options straggler_freq straggler_factor"
-        ),
+        "metrics": "log_freq enable_tensorboard writers options",
         "profiling": "enable_profiling profile_freq enable_memory_snapshot",
-        "debug": "fingerprint_steps",
+        "comparison": "fingerprint_steps",
+        "diagnostics": "norms_freq enable_loss_by_source straggler_freq straggler_factor",
+        "evaluation": "prompts prompt_max_new_tokens prompt_temperature tasks tasks_path tasks_limit",
+        "exact_sums": "transport",
+        "huggingface": "export export_weights export_dtype",
+        "remote_data": "cache_folder cache_gib",
+        "report": "enable",
         "comm": "init_timeout_seconds train_timeout_seconds",
         "recheck": "interval on_wrong_rank",
         "replicas": (
@@ -57,7 +59,7 @@ FROZEN = {  # every option, by kind and section
         "training": "local_batch_size loss_chunk_tokens attention_backend enable_cpu_offload deterministic",
         "parallelism": (
             "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
-            "fsdp_gradient_accumulation fsdp_exact_transport tensor_parallel_degree enable_sequence_parallel "
+            "fsdp_gradient_accumulation tensor_parallel_degree enable_sequence_parallel "
             "enable_async_tensor_parallel context_parallel_degree pipeline_parallel_degree "
             "pipeline_parallel_schedule pipeline_parallel_microbatches pipeline_parallel_layers_per_stage"
         ),
@@ -66,7 +68,7 @@ FROZEN = {  # every option, by kind and section
     },
     Kind.CHANGES: {
         "optimizer": (
-            "lr beta1 beta2 eps weight_decay state_dtype muon_momentum muon_iterations muon_dtype "
+            "lr beta1 beta2 eps weight_decay state_dtype "
             "hidden.lr_factor hidden.weight_decay embedding.lr_factor embedding.weight_decay "
             "no_decay.lr_factor no_decay.weight_decay groups options"
         ),

@@ -31,10 +31,10 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from torchtrain.config.schema import (
     ActivationCheckpointConfig,
-    Float8Config,
     JobConfig,
     OptimizerConfig,
     TrainingConfig,
+    section_of,
 )
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
 from torchtrain.cpu.build import apply_batched_attention_backward
@@ -56,6 +56,7 @@ from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.float8.conversion import Float8
+from torchtrain.plugins.float8.options import Float8Config
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -290,7 +291,7 @@ def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
     check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY, HOPPER)
     check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY, HOPPER)
     for one in (config, offloaded):
-        check_layout(replace(one, float8=plain), gpu, degrees, TINY, HOPPER)
+        check_layout(replace(one, plugins={"float8": plain}), gpu, degrees, TINY, HOPPER)
 
 
 def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
@@ -324,7 +325,7 @@ def test_float8_keeps_float32_master_weights_and_is_close_to_float32(
 def test_float8_checkpoint_has_plain_tensors_and_resumes_bitwise(tmp_path: Path) -> None:
     if not find_spec("torchao"):
         pytest.skip("needs torchao")
-    options = ("--float8.recipe", "tensorwise", "--ema.enable", "--checkpoint.last_save_in_hf", "--training.steps", "4")
+    options = ("--float8.recipe", "tensorwise", "--ema.enable", "--huggingface.export", "--training.steps", "4")
     finish(tmp_path, *options, hook=emulated_float8)
     whole = saved_tensors(tmp_path, 4)
     assert {type(tensor) for tensor in whole.values()} == {torch.Tensor}
@@ -476,7 +477,9 @@ def test_filtered_float8_layers_are_rejected_with_tensor_parallelism() -> None:
     shape = replace(TINY, dim=2048, n_heads=16, n_kv_heads=4, ffn_dim=8192, n_layers=1)
     for recipe, tensor, rejected in (("tensorwise", 2, True), ("tensorwise", 1, False), ("rowwise", 2, False)):
         config = config_of(float8={"recipe": recipe, "filter_small_layers": True})
-        check = partial(Float8(config.float8).check, config, ParallelDims(tensor=tensor), shape, 64, (9, 0))
+        check = partial(
+            Float8(section_of(config, Float8Config)).check, config, ParallelDims(tensor=tensor), shape, 64, (9, 0)
+        )
         if not rejected:
             check()
             continue

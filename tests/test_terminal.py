@@ -268,7 +268,7 @@ def test_long_texts_are_wrapped_below_themselves() -> None:
 def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "held_out.txt").write_text("def held_out(x):\n    return x\n" * 40)
-    options = ("--metrics.enable_report", "--validation.enable", "--validation.path", "held_out.txt")
+    options = ("--report.enable", "--validation.enable", "--validation.path", "held_out.txt")
     terminal = Terminal(120)
     run = ForkedRun(Path("run"), *options, "--validation.interval", "2", ranks=2, hook=terminal.hook)
     assert run.wait() == [0, 0], terminal.close()
@@ -383,7 +383,7 @@ def test_results_of_a_validation_name_the_best() -> None:
 
 
 def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, "--metrics.enable_report", "--training.steps", "1000", ranks=1, hook=slow_steps)
+    run = ForkedRun(tmp_path, "--report.enable", "--training.steps", "1000", ranks=1, hook=slow_steps)
     run.wait_for(lambda: len(read_metrics(tmp_path)) > 2)
     run.kill(number=signal.SIGTERM)
     assert run.wait() == [75], run.output()

@@ -158,7 +158,7 @@ def test_texts_that_spell_special_tokens_are_scored_as_by_the_exported_model(tmp
         starts = text.startswith(bos)  # as HFLM.tok_encode
         assert HarnessBase.tok_encode(harness, text) == theirs.encode(text, add_special_tokens=not starts), text
         assert HarnessBase.tok_encode(harness, text, False) == theirs.encode(text, add_special_tokens=False), text
-        prompt = ours.encode_prompt(text, ours.added_bos)  # of generate and of validation.prompts
+        prompt = ours.encode_prompt(text, ours.added_bos)  # of generate and of evaluation.prompts
         assert prompt == theirs.encode(text, add_special_tokens=not starts), text
         assert not ours.special_ids & set(ours.encode(text)) - {0}, "documents spell no special token but <unk>"
 

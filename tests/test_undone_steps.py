@@ -88,7 +88,7 @@ def written(folder: Path, last: dict[int, float]) -> list[dict[int, float]]:
 
 def open_writers(folder: Path, start_step: int, options: str) -> Writers:
     undone = changes_steps(folder / "metrics.jsonl", start_step, options)
-    config = MetricsConfig(enable_tensorboard=False, enable_wandb=True)
+    config = MetricsConfig(enable_tensorboard=False, writers=("wandb",))
     writers = Writers(config, folder, "", start_step, "run", undone)
     writers.write({"step": start_step, "event": "start", "options": options, "run": "run"})
     return writers

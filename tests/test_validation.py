@@ -329,7 +329,7 @@ def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Pa
 def test_run_ends_at_the_end_of_the_data(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "few.jsonl", DOCUMENTS[:20])
     options = [
-        *("--data.path", str(tmp_path / "few.jsonl"), "--data.when_exhausted", "stop", "--checkpoint.last_save_in_hf"),
+        *("--data.path", str(tmp_path / "few.jsonl"), "--data.when_exhausted", "stop", "--huggingface.export"),
         *("--validation.enable", "--validation.path", str(tmp_path / "few.jsonl"), "--training.steps", "99"),
     ]
     assert "the data end" in finish(tmp_path / "run", *options, ranks=2)

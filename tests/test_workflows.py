@@ -109,7 +109,7 @@ def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkey
 
 
 def test_run_without_checkpoints_replaces_an_earlier_export(tmp_path: Path) -> None:
-    options = ("--training.steps", "2", "--checkpoint.last_save_in_hf")
+    options = ("--training.steps", "2", "--huggingface.export")
     finish(tmp_path, *options, ranks=1)
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     before = file.read_bytes()
@@ -299,7 +299,7 @@ def test_config_for_continued_pretraining_needs_model_and_data_options(tmp_path:
     folder = tmp_path / "run"
     rejected = run_command(*config, "--job.dump_folder", str(folder))
     assert (rejected.returncode, "YOUR_MODEL" in rejected.stderr) == (2, True)
-    finish(tmp_path / "first", "--training.steps", "1", "--checkpoint.last_save_in_hf", ranks=1)
+    finish(tmp_path / "first", "--training.steps", "1", "--huggingface.export", ranks=1)
     hf = str(tmp_path / "first/hf")
     small = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--training.steps", "2")
     start = (*config, "--job.dump_folder", str(folder), "--model.hf_folder", hf, *small)
@@ -321,7 +321,7 @@ def test_config_for_continued_pretraining_needs_model_and_data_options(tmp_path:
 
 def test_shorter_sequences_than_those_of_the_initial_weights_are_warned_of(tmp_path: Path) -> None:
     first = tmp_path / "first"
-    finish(first, "--training.steps", "2", "--checkpoint.last_save_in_hf", ranks=1)
+    finish(first, "--training.steps", "2", "--huggingface.export", ranks=1)
     config = json.loads((first / "hf/config.json").read_text())
     (first / "hf/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
     start = ("--checkpoint.initial_load_path", str(first / "hf"), "--training.steps", "1")

@@ -32,7 +32,7 @@ from torchtrain.checkpoint.weights import (
     with_longest_context,
 )
 from torchtrain.config.parse import to_toml, train_configs
-from torchtrain.config.registry import EXPORTERS, STEP_HOOKS, check_plugin_options
+from torchtrain.config.registry import EXPORTERS, STEP_HOOKS
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import DataConfig, JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
@@ -625,7 +625,6 @@ class TrainStep:
 
 def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, DecoderConfig, ParallelDims]:
     """Resolve ``config`` for a number of ranks; also returns its tokenizer, model config and parallel dimensions."""
-    check_plugin_options(config)
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
     if config.checkpoint.initial_load_path or (config.checkpoint.enable and checkpoint_storage(config).steps()):
@@ -710,9 +709,6 @@ def build_loaders(
     """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective."""
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
-    cache_folder = config.job.data_cache_folder
-    if cache_folder:
-        on_all_ranks(partial(require_folder, Path(cache_folder), f"job.data_cache_folder = {cache_folder!r}"), group)
     open_loader = partial(
         build_dataloader,
         tokenizer=tokenizer,
@@ -721,8 +717,7 @@ def build_loaders(
         rows=range(first_row, first_row + rows_per_part),
         seed=config.training.seed,
         device=device,
-        cache_folder=cache_folder,
-        cache_bytes=config.job.data_cache_gib * 2**30,
+        plugins=config.plugins,
         group=group if world_size() > 1 else None,
     )
     open_once = partial(open_loader, drop_last=False, count_bytes=True, sequential=True, seed=0)

@@ -30,7 +30,7 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         options = ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", folder]
         options += ["--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false"]
-        options += ["--metrics.norms_freq", "1", "--metrics.enable_loss_by_source", "true"]
+        options += ["--diagnostics.norms_freq", "1", "--diagnostics.enable_loss_by_source", "true"]
         trainer = Trainer(parse(options, "torchtrain.train", ""))
         hooks = list(trainer.train_step.hooks.all)
         for hook in hooks:

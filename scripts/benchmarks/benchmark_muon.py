@@ -43,7 +43,7 @@ class Repeated(Muon):
             momentum = DTensor.from_local(
                 self._accumulate(parameter, skip), parameter.device_mesh, parameter.placements, **options
             )
-            whole = orthogonalize(momentum.full_tensor(), self.config.muon_iterations)
+            whole = orthogonalize(momentum.full_tensor(), self.options.iterations)
             self._apply([[parameter]], whole[shard_of(parameter, self.degrees, self.rank)].flatten, skip)
 
 

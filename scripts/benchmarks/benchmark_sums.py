@@ -31,15 +31,16 @@ from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.plugins.exact_sums.options import ExactSumsConfig
 from torchtrain.trainer import TrainStep, initialize
 
 SEQ_LEN = 256
 FAST = "fast"
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    FAST: ({}, {}),
-    "fast, unsharded": ({}, {"fsdp_gradient_accumulation": "unsharded"}),
-    "exact, all-to-all": ({"sums": "exact"}, {"fsdp_exact_transport": "all_to_all"}),
-    "exact, ring": ({"sums": "exact"}, {"fsdp_exact_transport": "ring"}),
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
+    FAST: ({}, {}, "auto"),
+    "fast, unsharded": ({}, {"fsdp_gradient_accumulation": "unsharded"}, "auto"),
+    "exact, all-to-all": ({"sums": "exact"}, {}, "all_to_all"),
+    "exact, ring": ({"sums": "exact"}, {}, "ring"),
 }
 
 
@@ -50,13 +51,14 @@ class NoStop:
 
 
 def make_step(way: str, args: argparse.Namespace) -> TrainStep:
-    training, parallelism = WAYS[way]
+    training, parallelism, transport = WAYS[way]
     config = JobConfig(
         training=TrainingConfig(
             local_batch_size=args.tokens // SEQ_LEN, seq_len=SEQ_LEN, mixed_precision_param=args.dtype, **training
         ),
         parallelism=ParallelismConfig(**parallelism),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
+        plugins={"exact_sums": ExactSumsConfig(transport)},
     )
     device = torch.device("cpu")
     heads = max(1, args.width // 64)

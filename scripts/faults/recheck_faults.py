@@ -300,7 +300,7 @@ def build(folder: Path, parallelism: dict[str, int], **options: Any) -> tuple[Tr
         "recheck__interval": 1,
         "training__local_batch_size": 4,
         "training__global_batch_size": 4 * batch_ranks,
-        "metrics__straggler_freq": 0,
+        "diagnostics__straggler_freq": 0,
         "faults__max_bad_steps": 10**6,
         **{f"parallelism__{name}": value for name, value in parallelism.items()},
     }

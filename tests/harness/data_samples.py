@@ -59,7 +59,6 @@ def make_loader(
     seq_len: int = 32,
     seed: int = 0,
     drop_last: bool = True,
-    cache_folder: str = "",
     **options: Any,
 ) -> DataLoader:
     return build_dataloader(
@@ -71,7 +70,6 @@ def make_loader(
         seed=seed,
         device=torch.device("cpu"),
         drop_last=drop_last,
-        cache_folder=cache_folder,
         **options,
     )
 

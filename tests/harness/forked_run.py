@@ -38,7 +38,8 @@ mixed_precision_param = "float32"
 [metrics]
 log_freq = 1
 enable_tensorboard = false
-enable_report = false
+[report]
+enable = false
 [checkpoint]
 interval = 2
 interval_minutes = 0

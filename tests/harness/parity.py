@@ -15,7 +15,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtrain import trainer as trainer_module
-from torchtrain.config.schema import CheckpointConfig, JobConfig, LRSchedulerConfig, OptimizerConfig, TrainingConfig
+from torchtrain.config.registry import CONFIG_SECTIONS
+from torchtrain.config.schema import (
+    CheckpointConfig,
+    JobConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    section_of,
+)
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh
@@ -32,6 +40,7 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.comparison.fingerprint_hook import FingerprintHook
+from torchtrain.plugins.comparison.options import ComparisonConfig
 from torchtrain.trainer import TrainStep, initialize
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
@@ -65,8 +74,18 @@ def config_of(**changes: dict[str, Any]) -> JobConfig:
         lr_scheduler=LRSchedulerConfig(warmup_steps=3),
         checkpoint=CheckpointConfig(enable=False),
     )
-    sections = {name: replace(getattr(config, name), **values) for name, values in changes.items()}
-    return replace(config, **sections)
+    return with_options(config, **changes)
+
+
+def with_options(config: JobConfig, **changes: dict[str, Any]) -> JobConfig:
+    """``config`` with ``changes`` by section, those of plugins included."""
+    sections, plugins = {}, dict(config.plugins)
+    for name, values in changes.items():
+        if name in CONFIG_SECTIONS:
+            plugins[name] = replace(section_of(config, CONFIG_SECTIONS[name]), **values)
+        else:
+            sections[name] = replace(getattr(config, name), **values)
+    return replace(config, **sections, plugins=plugins)
 
 
 def full_weights(parts: Sequence[Transformer]) -> dict[str, Tensor]:
@@ -123,7 +142,7 @@ def train(
         before_update=lambda: None,
         ema=averages,
     )
-    if config.debug.fingerprint_steps:
+    if section_of(config, ComparisonConfig).fingerprint_steps:
         sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
         train_step.hooks.all.append(FingerprintHook(sized, model))
     attach(train_step)

@@ -32,7 +32,7 @@ TINY = [
     *("--model.shape.dim=32", "--model.shape.n_layers=1", "--model.shape.n_heads=2", "--model.shape.n_kv_heads=2"),
     *("--model.shape.ffn_dim=32", "--training.seq_len=16", "--training.local_batch_size=2"),
     *("--training.global_batch_size=4", "--training.steps=3", "--metrics.log_freq=10", "--checkpoint.interval=1"),
-    *("--metrics.no-enable_tensorboard", "--metrics.no-enable_report", "--job.device=cuda"),
+    *("--metrics.no-enable_tensorboard", "--report.no-enable", "--job.device=cuda"),
 ]
 
 

@@ -12,15 +12,15 @@ from unittest.mock import patch
 import torch
 import torch._dynamo.config
 from collective_order import calls_of, difference, disagreements
+from parity import with_options
 
 from torchtrain.config.parse import from_file
-from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.planner import simulation
 from torchtrain.plugins.planner.hardware import GPUS
 from torchtrain.plugins.planner.operations import MATMULS, VIEWS, collective, tensors_in
-from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
 from torchtrain.plugins.planner.request import resolve_and_check
 from torchtrain.plugins.planner.simulation import representative_ranks, simulate
@@ -164,9 +164,7 @@ def config_of(options: Mapping[str, Any]) -> JobConfig:
         sections[section][name] = value
     file = options.get("job.config_file")
     config = from_file(file) if file else JobConfig()
-    estimated = replace(section_of(config, EstimateConfig), **sections.pop("estimate", {}))
-    changed: dict[str, Any] = {name: replace(getattr(config, name), **values) for name, values in sections.items()}
-    return replace(config, **changed, plugins={"estimate": estimated})
+    return with_options(config, **sections)
 
 
 def shipped_config(path: Path) -> tuple[dict[str, Any], int, dict[str, Any]]:

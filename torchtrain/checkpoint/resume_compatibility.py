@@ -30,7 +30,7 @@ class Kind(Enum):
 # By section, and by option where that is of another kind than its section. What is not here changes the run.
 KINDS = {
     Kind.HARMLESS: {
-        *("job", "checkpoint", "faults", "validation", "metrics", "profiling", "comm", "debug"),
+        *("job", "checkpoint", "faults", "validation", "metrics", "profiling", "comm"),
         # training.steps counts by lr_scheduler.total_steps (see options_in), and data.revision by the data's identity.
         *("training.steps", "training.gc_freq", "data.prefetch", "data.revision", "data.verify_gib"),
         *("data.label", "data.longest_seq_len"),  # of which a checkpoint keeps the block size
@@ -44,7 +44,7 @@ KINDS = {
         *("training.enable_cpu_offload", "training.deterministic"),
     },
     Kind.CHANGES: {
-        *("optimizer", "ema", "mup", "lr_scheduler", "training", "data", "float8"),
+        *("optimizer", "ema", "mup", "lr_scheduler", "training", "data"),
         "model.shape.rope_theta",
         *(f"model.shape.rope_scaling.{option.name}" for option in fields(RopeScalingConfig)),
         "model.tokenizer_path",  # a copy in another folder is the same tokenizer

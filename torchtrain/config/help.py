@@ -143,17 +143,25 @@ def help_page(topic: str, prog: str, description: str, config: JobConfig) -> str
 
 
 def overview(prog: str, description: str, width: int) -> str:
-    """The text of ``--help``: usage and sections. The section of the command's own options is the first."""
+    """The text of ``--help``: usage and sections. The section of the command's own options is the first.
+
+    Sections of plugins are listed without a description, so that the text fits on a screen.
+    """
     own = prog.rpartition(".")[2]
     sections = section_types()
     lines = [f"usage: python -m {prog} [--SECTION.OPTION VALUE ...]", ""]
     for paragraph in description.replace("``", "").split("\n\n"):
         lines += [*textwrap.wrap(paragraph, width, break_on_hyphens=False), ""]
+    of_plugins = [name for name in CONFIG_SECTIONS if name != own]
+    described = [name for name in sorted(sections, key=lambda name: name != own) if name not in of_plugins]
     lines.append("sections:")
-    column = 4 + max(map(len, sections))
-    for name in sorted(sections, key=lambda name: name != own):  # else in their order
+    column = 4 + max(map(len, described))
+    for name in described:
         summary = docstrings_of(sections[name])[""].partition(". ")[0].rstrip(".")
         lines.append(f"  {name:{column - 2}}{summary}")
+    if of_plugins:
+        names = textwrap.wrap(", ".join(of_plugins), width, initial_indent="  ", subsequent_indent="  ")
+        lines += ["", "sections of plugins (docs/plugins.md):", *names]
     examples = (
         ("--help training", "all options of a section"),
         ("--help training.steps", "one option"),

@@ -74,6 +74,7 @@ def parse(
     argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
     argv = with_batch_schedule(argv)
     import_modules(modules_to_import(argv, file))
+    require_plugins(argv)
     argv = replace_booleans(argv)
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
@@ -119,6 +120,17 @@ def command_line_type() -> type[Any]:
     """A dataclass whose fields are the sections. [[stages]] are only in files: they are tables of any options."""
     sections = [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in section_types().items()]
     return dataclasses.make_dataclass("JobConfig", sections, frozen=True)
+
+
+def require_plugins(argv: Sequence[str]) -> None:
+    """Raise ConfigError if ``argv`` has an option of a plugin of this repository that is not installed."""
+    for word in argv:
+        option = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        section = option.partition(".")[0]
+        if word.startswith("--") and section in CONFIG_SECTIONS.of_plugins and section not in CONFIG_SECTIONS:
+            raise ConfigError(
+                f"{option} needs the plugin {CONFIG_SECTIONS.of_plugins[section]}, which is not installed"
+            )
 
 
 def with_batch_schedule(argv: Sequence[str]) -> list[str]:

@@ -221,14 +221,19 @@ CONFIG_SECTIONS = Registry(
     of_plugins={
         "estimate": "torchtrain.plugins.planner",
         "prepare": "torchtrain.plugins.prepared_data",
-        "recheck": "torchtrain.plugins.recheck",
-        "replicas": "torchtrain.plugins.replicas",
+        **{
+            name: f"torchtrain.plugins.{name}"
+            for name in (
+                *("comparison", "diagnostics", "evaluation", "exact_sums", "float8", "huggingface", "recheck"),
+                *("remote_data", "replicas", "report"),
+            )
+        },
     },
 )
 """Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
 
 
-RUN_PLANS = Registry("the name of a plan of runs")
+RUN_PLANS = Registry("the name of a plan of runs", of_plugins={"stages": "torchtrain.plugins.stages"})
 """Subclasses of ``config.run_plan.RunPlan``, which divide a run into parts."""
 
 
@@ -243,25 +248,6 @@ TRAINERS = Registry("the name of a trainer")
 
 VALIDATION_PARTS = Registry("the name of a validation part")
 """Classes with the static methods of ``metrics.validation.ValidationPartFactory``."""
-
-
-PLUGIN_OPTIONS = {
-    "metrics.norms_freq": "torchtrain.plugins.diagnostics",
-    "metrics.enable_loss_by_source": "torchtrain.plugins.diagnostics",
-    "metrics.straggler_freq": "torchtrain.plugins.diagnostics",
-    "metrics.straggler_factor": "torchtrain.plugins.diagnostics",
-    "parallelism.fsdp_exact_transport": "torchtrain.plugins.exact_sums",
-    "debug.fingerprint_steps": "torchtrain.plugins.comparison",
-    "validation.prompts": "torchtrain.plugins.evaluation",
-    "validation.tasks": "torchtrain.plugins.evaluation",
-    "job.data_cache_folder": "torchtrain.plugins.remote_data",
-    "model.hf_folder": "torchtrain.plugins.huggingface",
-    "checkpoint.last_save_in_hf": "torchtrain.plugins.huggingface",
-    "float8.recipe": "torchtrain.plugins.float8",
-    "stages": "torchtrain.plugins.stages",
-    "training.global_batch_size_schedule": "torchtrain.plugins.stages",
-}
-"""Options that have no effect without a plugin of this repository."""
 
 
 @cache
@@ -284,14 +270,3 @@ def load_plugins() -> None:
                 f"the plugin {point.name!r} of the package {package!r} cannot be imported: "
                 f"{type(error).__name__}: {error}; install what it needs, or uninstall it (pip uninstall {package})"
             ) from error
-
-
-def check_plugin_options(config: Any) -> None:
-    """Raise ConfigError if the ``JobConfig`` sets an option that has no effect because its plugin is not installed."""
-    for option, plugin in PLUGIN_OPTIONS.items():
-        section, _, name = option.rpartition(".")
-        options = getattr(config, section) if section else config
-        value = getattr(options, name)
-        is_set = value != getattr(type(options)(), name)
-        if is_set and not (PLUGINS / plugin.rpartition(".")[2] / "__init__.py").is_file():
-            raise ConfigError(f"{option} = {value!r} needs the plugin {plugin}, which is not installed")

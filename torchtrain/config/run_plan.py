@@ -134,6 +134,12 @@ class OtherPartError(Exception):
 
 
 def plan_of(config: JobConfig) -> RunPlan:
-    """The plan of the run with ``config``."""
+    """The plan of the run with ``config``. Raises ConfigError if no plugin is installed that divides it."""
+    for option, is_set in (
+        ("stages", config.stages),
+        ("training.global_batch_size_schedule", config.training.global_batch_size_schedule),
+    ):
+        if is_set:
+            RUN_PLANS.check("stages", option)
     plans = (RUN_PLANS[name] for name in RUN_PLANS)
     return next((plan for plan in plans if plan.divides(config)), RunPlan)(config)

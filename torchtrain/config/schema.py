@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_type_hints
 
 from torchtrain.config.registry import (
     CHECKPOINT_STORAGES,
@@ -127,6 +127,13 @@ class Section:
     def __post_init__(self) -> None:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
+    may_differ_between_parts: ClassVar[bool] = False
+    """Of a plugin: whether the parts of a run, such as stages, may have different options."""
+
+    def check(self, config: "JobConfig") -> None:
+        """Of a plugin: raise ConfigError if these options do not go with the other ones of ``config``. Called for each
+        config, also for sections with the defaults."""
+
     def check_run(self, config: "JobConfig", device: Any, degrees: Any) -> None:
         """Of a plugin: raise ConfigError if a run cannot have these options, given the other ones of ``config``, which
         is resolved, the ``torch.device``, and the ``ParallelDims``."""
@@ -180,11 +187,6 @@ class JobSection(Section, name="job"):
     import_: tuple[str, ...] = ()
     """Python modules to import before the config is read, such as ["my_package.my_module"]: they register models,
     optimizers and other components of your own (docs/extending.md)."""
-    data_cache_folder: LocalPath = ""
-    """Folder on a local disk that keeps what is read of data.path and validation.path by URL, for later epochs,
-    validations and runs; the processes of a node share it. Empty: no cache."""
-    data_cache_gib: Annotated[float, ("be at least 1", lambda value: value >= 1)] = 100.0
-    """Maximum size of the cache in GiB; the entries that were not used for the longest time are removed."""
     stage: str = ""
     """Name of the stage that a resolved config is of; set by the trainer (docs/stages.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -301,7 +303,7 @@ class ParameterPatternConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig(Section, name="optimizer"):
-    """AdamW or Muon: rate, decay, parameter groups."""
+    """Optimizer: rate, decay, parameter groups."""
 
     name: Annotated[str, OPTIMIZERS] = "adamw"
     """Optimizer of the blocks' matrices: adamw, muon, or one that a module in job.import registers. Other parameters
@@ -319,17 +321,11 @@ class OptimizerConfig(Section, name="optimizer"):
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """How AdamW computes its update: in one kernel, one operation at a time, or one parameter at a time."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """dtype in which optimizer states, AdamW's two means and Muon's one, are stored between steps. bfloat16 halves
+    """dtype in which optimizer states, such as AdamW's two means, are stored between steps. bfloat16 halves
     them; the update is computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
-    muon_momentum: Decay = 0.95
-    """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
-    muon_iterations: Count = 5
-    """Newton-Schulz iterations by which Muon orthogonalizes a matrix."""
-    muon_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[optimizer.options.NAME]: options of an optimizer that a module in job.import registers under NAME
-    (docs/extending.md). Set them in a TOML file."""
+    """[optimizer.options.NAME]: options of the optimizer NAME, unless it is adamw (docs/optimizers.md). Set them in a
+    TOML file."""
     hidden: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
     """[optimizer.hidden]: the blocks' matrices."""
     embedding: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
@@ -630,20 +626,6 @@ class ValidationConfig(SourcesConfig, name="validation"):
     """Number of batches of each source. -1: the whole source, once."""
     weights: Literal["trained", "ema", "both"] = "trained"
     """Weights to validate. Results of the averaged weights (ema.enable) are named validation_ema_..."""
-    prompts: tuple[str, ...] = ()
-    """Prompts that the model continues at each validation: samples for the log, TensorBoard and report.md. The same
-    seed and step give the same texts (docs/watching.md)."""
-    prompt_max_new_tokens: Count = 64
-    """Maximum number of new tokens for a prompt; each takes a forward."""
-    prompt_temperature: NotNegative = 0.8
-    """Divides the logits before a token is sampled; 0 always selects the most likely token."""
-    tasks: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness that are scored at each validation, such as "hellaswag" (pip install
-    'torchtrain[eval]'; docs/watching.md)."""
-    tasks_path: LocalPath = ""
-    """Folder with task definitions (YAML) of your own."""
-    tasks_limit: CountOrZero = 0
-    """Score only the first documents of each task, up to this number. 0: all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -677,10 +659,6 @@ class ParallelismConfig(Section, name="parallelism"):
     """How gradients are accumulated over microbatches, including those of a pipeline. sharded: reduce-scatter the
     gradient of each microbatch. unsharded: accumulate unsharded float32 gradients and reduce-scatter them once per
     step, which takes 4 bytes for each parameter of this rank's layers; for small models and slow links."""
-    fsdp_exact_transport: Literal["auto", "ring", "all_to_all"] = "auto"
-    """How training.sums = "exact" communicates gradients. ring: the backend's reduce-scatter of 8-byte integers;
-    all_to_all: an all-to-all in mixed_precision_param. auto: all_to_all on a CPU and among ranks of one machine, else
-    ring."""
     tensor_parallel_degree: Count = 1
     """Tensor parallelism degree: number of ranks over which each weight matrix is sharded. 1: disabled."""
     enable_sequence_parallel: bool = True
@@ -736,23 +714,6 @@ class CompileConfig:
 
 
 @dataclass(frozen=True)
-class Float8Config:
-    """Linear layers in float8 on GPUs."""
-
-    recipe: Literal["none", "tensorwise", "rowwise"] = "none"
-    """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster, and tensor
-    parallelism gathers activations in float8; rowwise: one scale per row, more accurate. It requires a GPU of compute
-    capability 8.9 or higher and pip install 'torchtrain[float8]'. Master weights, optimizer states and checkpoints do
-    not change."""
-    enable_fsdp_float8_all_gather: bool = True
-    """With tensorwise scaling, all-gather the weights in float8, which halves the communicated bytes."""
-    filter_small_layers: bool = False
-    """Leave the layers as they are that torchao's measurements on an H100 found slower in float8, such as wk and wv of
-    8B: with tensorwise scaling those of up to 1024 outputs and 4096 inputs; with rowwise scaling those of up to 2048
-    outputs, of up to 1024 inputs, or of up to 4096 outputs and 2048 inputs."""
-
-
-@dataclass(frozen=True)
 class CheckpointConfig(Section, name="checkpoint"):
     """Checkpoints, initial weights, export."""
 
@@ -781,12 +742,6 @@ class CheckpointConfig(Section, name="checkpoint"):
     initial_load_path: str = ""
     """Initial weights of a new run: the folder of a run, a step-N in it, a URL of these, or a Hugging Face folder. A
     run that has a checkpoint of its own resumes from that instead."""
-    last_save_in_hf: bool = False
-    """At the end of the run, also export the weights to hf/ in the dump folder, in Hugging Face's format."""
-    export_weights: Literal["trained", "ema"] = "trained"
-    """Weights to export. ema: the averaged ones (ema.enable)."""
-    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """dtype of the exported weights."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """disabled: training waits until a checkpoint is on disk. async: training continues when the state has been copied
     to CPU memory. async_with_pinned_mem: training continues immediately, and the copy overlaps with the next forward
@@ -846,35 +801,17 @@ class FaultsConfig(Section, name="faults"):
 
 @dataclass(frozen=True)
 class MetricsConfig(Section, name="metrics"):
-    """Log, TensorBoard, Weights & Biases, norms, report."""
+    """Log, TensorBoard, other writers."""
 
     log_freq: Count = 10
     """How often to log metrics, in steps: to the log, to metrics.jsonl and to TensorBoard."""
     enable_tensorboard: bool = True
     """Log metrics to TensorBoard."""
-    enable_wandb: bool = False
-    """Log metrics to Weights & Biases (pip install 'torchtrain[wandb]'). WANDB_MODE=offline writes only to the dump
-    folder."""
-    norms_freq: CountOrZero = 0
-    """How often, in steps, to log the L2 norms of each layer's gradient (before clipping), weights and update, the root
-    mean square of each block's output, and without compile.enable the root mean square and maximum of its attention
-    logits. 0: never. Such a step holds a copy of the parameters' shards. Reports of bad steps name the layer that left
-    its usual range first."""
-    enable_loss_by_source: bool = False
-    """Log the training loss and the tokens of each source of [data], of all steps since the line before."""
-    enable_report: bool = True
-    """At the end of the run, write report.md to the dump folder: results and curves."""
-    wandb_project: str = "torchtrain"
-    """Project name in Weights & Biases."""
     writers: tuple[str, ...] = ()
-    """More writers of metrics, which a module in job.import registers (docs/extending.md)."""
+    """More writers of metrics: wandb, for Weights & Biases (pip install 'torchtrain[wandb]'; WANDB_MODE=offline writes
+    only to the dump folder), or one that a module in job.import registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[metrics.options.NAME]: options of the registered writer NAME."""
-    straggler_freq: CountOrZero = 100
-    """How often to look for stragglers, ranks that delay the others, in steps. 0: never."""
-    straggler_factor: Annotated[float, at_least(1), FINITE] = 2.0
-    """A rank is a straggler if its wait for data or its computation takes more than this many times the median of all
-    ranks."""
+    """[metrics.options.NAME]: options of the writer NAME in writers; of wandb its project."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -898,15 +835,6 @@ class ProfilingConfig(Section, name="profiling"):
     """How often to collect profiler traces, in steps."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots to traces/, every profile_freq steps and when memory runs out (CUDA only)."""
-
-
-@dataclass(frozen=True)
-class DebugConfig(Section, name="debug"):
-    """Fingerprints of tensors, which torchtrain.compare reads."""
-
-    fingerprint_steps: tuple[Count, ...] = ()
-    """Steps whose tensors are recorded in fingerprints/ for python -m torchtrain.compare (docs/compare.md). These steps
-    are slower and take memory for a second copy of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -937,12 +865,10 @@ class JobConfig:
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
-    float8: Float8Config = field(default_factory=Float8Config)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
-    debug: DebugConfig = field(default_factory=DebugConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     plugins: dict[str, Any] = field(default_factory=dict, hash=False)
     """Sections of plugins by name, without those whose options all have their defaults."""
@@ -960,49 +886,21 @@ class JobConfig:
             "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]; "
             "data.held_out is validated on without it",
         )
-        for option, is_set in (
-            ("validation.prompts", validation.prompts),
-            ("validation.tasks", validation.tasks),
-            ("checkpoint.keep_best_k", self.checkpoint.keep_best_k),
-        ):
-            require(
-                self.validates or not is_set,
-                f"{option} needs validations: set data.held_out, or validation.enable = true and its data",
-            )
-        for key, weights in (
-            ("validation.weights", self.validation.weights),
-            ("checkpoint.export_weights", self.checkpoint.export_weights),
-        ):
-            require(
-                self.ema.enable or weights == "trained",
-                f"{key} = {weights!r} needs averaged weights: set ema.enable = true",
-            )
+        require(
+            self.validates or not self.checkpoint.keep_best_k,
+            "checkpoint.keep_best_k needs validations: set data.held_out, or validation.enable = true and its data",
+        )
+        require(
+            self.ema.enable or validation.weights == "trained",
+            f"validation.weights = {validation.weights!r} needs averaged weights: set ema.enable = true",
+        )
         require(
             not (self.training.deterministic and self.training.attention_backend == "cudnn"),
             "training.attention_backend = 'cudnn' has no deterministic backward, which training.deterministic = true "
             "requires; set it to 'flash' or 'auto', or set training.deterministic = false",
         )
-        if self.training.sums == "exact":
-            layout = self.parallelism
-            split = layout.pipeline_parallel_degree > 1 and "ZeroBubble" in layout.pipeline_parallel_schedule
-            rule = "training.sums = 'exact' rounds and reduces the gradient of each microbatch separately:"
-            sharded = layout.fsdp_gradient_accumulation == "sharded"
-            require(sharded, f"{rule} set parallelism.fsdp_gradient_accumulation = 'sharded'")
-            in_float32 = self.training.mixed_precision_reduce == "float32"
-            require(in_float32, f"{rule} set training.mixed_precision_reduce = 'float32'")
-            require(
-                not split, f"{rule} set parallelism.pipeline_parallel_schedule = '1F1B', not a zero-bubble schedule"
-            )
-            require(
-                self.float8.recipe != "tensorwise" or not self.float8.enable_fsdp_float8_all_gather,
-                "training.sums = 'exact' is bitwise identical on any number of ranks, but a float8 all-gather rounds "
-                "weights differently than one rank does: set float8.enable_fsdp_float8_all_gather = false",
-            )
-        require(
-            not (self.debug.fingerprint_steps and self.compile.enable),
-            "debug.fingerprint_steps needs compile.enable = false, because tensors inside a compiled block cannot be "
-            "recorded; compare uncompiled runs by their fingerprints, and compiled runs by their curves",
-        )
+        for name in CONFIG_SECTIONS:
+            section_of(self, CONFIG_SECTIONS[name]).check(self)
         if self.checkpoint.allow_changes:
             of_plugins = {name: asdict(CONFIG_SECTIONS[name]()) for name in CONFIG_SECTIONS}
             known = flat(asdict(self) | of_plugins)
@@ -1037,10 +935,23 @@ def section_types() -> dict[str, Any]:
     return {name: hint for name, hint in hints.items() if name not in ("plugins", "stages")} | of_plugins
 
 
-def section_of(config: JobConfig, section: type[AnySection]) -> AnySection:
+class HasPlugins(Protocol):
+    """What has sections of plugins by name: a ``JobConfig``, or what is made from one."""
+
+    @property
+    def plugins(self) -> Mapping[str, Any]: ...
+
+
+def section_of(config: HasPlugins, section: type[AnySection]) -> AnySection:
     """The options of ``config`` in the ``section`` of a plugin."""
     found: AnySection | None = config.plugins.get(section.section_name)
     return section() if found is None else found
+
+
+def option_of_plugin(config: HasPlugins, name: str) -> Any:
+    """The value of an option of a plugin, which may not be installed; None if its section has the defaults."""
+    section, _, key = name.partition(".")
+    return getattr(config.plugins.get(section), key, None)
 
 
 def default_options() -> dict[str, Any]:

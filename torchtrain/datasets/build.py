@@ -1,8 +1,8 @@
 """Build a ``DataLoader`` from a config section such as ``[data]``."""
 
-import math
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,8 +50,7 @@ def build_dataloader(
     sequential: bool = False,
     held_out: bool = False,
     longest_seq_len: int = 0,
-    cache_folder: str = "",
-    cache_bytes: float = math.inf,
+    plugins: Mapping[str, Any] = MappingProxyType({}),
     group: dist.ProcessGroup | None = None,
 ) -> DataLoader:
     """Open the data of ``config``, and return a loader at its first batch.
@@ -66,7 +65,7 @@ def build_dataloader(
         count_bytes: whether batches have ``label_bytes``.
         held_out: whether to read the held-out parts of the sources, in place of the others.
         sequential, longest_seq_len: see ``StreamRequest``; ``config`` may have a larger length.
-        cache_folder, cache_bytes: see ``SourceContext``.
+        plugins: see ``SourceContext``.
         group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
             here and in the loader. None: this rank opens the data without communication.
 
@@ -83,8 +82,7 @@ def build_dataloader(
             tokenizer=tokenizer,
             readers=readers,
             verify_bytes=config.verify_gib * 2**30,
-            cache_folder=cache_folder,
-            cache_bytes=cache_bytes,
+            plugins=plugins,
         )
         for number in range(len(config.all))
     ]

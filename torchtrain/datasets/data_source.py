@@ -6,8 +6,8 @@ already, and register the class (docs/extending.md).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -118,10 +118,8 @@ class SourceContext:
     """Number of readers of streamed data."""
     verify_bytes: float = math.inf
     """Data up to this size are hashed in full."""
-    cache_folder: str = ""
-    """``job.data_cache_folder``: a folder on a local disk for what is read over a network; empty for none."""
-    cache_bytes: float = math.inf
-    """Maximum size of that folder."""
+    plugins: Mapping[str, Any] = field(default_factory=dict)
+    """``JobConfig.plugins``, for ``section_of``."""
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def summarize(run: Run) -> list[tuple[str, str]]:
 
 
 def sources_by_part(run: Run) -> list[tuple[str, str]]:
-    """A row for each data source: its tokens and its mean loss in each part (``metrics.enable_loss_by_source``)."""
+    """A row for each data source: its tokens and its mean loss in each part (``diagnostics.enable_loss_by_source``)."""
     prefix = "source_tokens_"
     sums: dict[str, dict[str, list[float]]] = {}  # by source and part: tokens, nats
     for line in run.lines:

@@ -25,6 +25,7 @@ from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import attention_backend_name
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 
 MAX_SOURCE_ROWS = 2  # of the banner; the last one sums up the sources that are left
 
@@ -201,7 +202,8 @@ def _schedule(config: JobConfig) -> str:
 def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, dims: ParallelDims) -> str:
     training, documents = config.training, config.data.document_mask
     dtype, backend = training.mixed_precision_param, training.attention_backend
-    float8 = "" if config.float8.recipe == "none" else f" and float8 ({config.float8.recipe})"
+    conversion = linear_conversion(config)
+    converted = f" and {conversion.label}" if conversion is not None else ""
     sums = "" if config.training.sums == "fast" else f", {config.training.sums} sums"
     context = dims.context > 1
     attention = attention_backend_name(
@@ -210,7 +212,7 @@ def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, di
     causal = not context and not documents
     if device.type == "cpu" and causal and has_batched_attention_backward(backend, getattr(torch, dtype)):
         attention += ", backward in batched products"
-    return f"{dtype}{float8}{sums}; attention: {attention}"
+    return f"{dtype}{converted}{sums}; attention: {attention}"
 
 
 def _compile(config: JobConfig) -> str:

@@ -71,8 +71,7 @@ def check_writers(config: MetricsConfig) -> None:
 
 def writer_names(config: MetricsConfig) -> list[str]:
     """Names in ``METRICS_WRITERS`` of the writers that ``config`` enables."""
-    enabled = {"tensorboard": config.enable_tensorboard, "wandb": config.enable_wandb}
-    return list(dict.fromkeys([name for name, is_enabled in enabled.items() if is_enabled] + list(config.writers)))
+    return list(dict.fromkeys([*(["tensorboard"] if config.enable_tensorboard else []), *config.writers]))
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ class MetricsWriter(ABC):
     def write(self, line: dict[str, Any]) -> None:
         """Write a line of ``metrics.jsonl``: ``step`` and numbers (see ``grouped``), or ``step``, ``event`` and values.
 
-        ``validation_samples`` is a list of tables with ``prompt`` and ``text`` (``validation.prompts``). After a resume
+        ``validation_samples`` is a list of tables with ``prompt`` and ``text`` (``evaluation.prompts``). After a resume
         or a rollback, steps may repeat; see ``WriterContext.undone`` and ``undo``.
         """
 

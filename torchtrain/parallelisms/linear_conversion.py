@@ -19,6 +19,11 @@ class LinearConversion(ABC):
     Each caller of ``linear_conversion`` builds its own instance from the config, so that instances must have no state.
     """
 
+    @property
+    def label(self) -> str:
+        """A short name for the log, such as "float8 (rowwise)"."""
+        return type(self).__name__
+
     @abstractmethod
     def check(
         self,

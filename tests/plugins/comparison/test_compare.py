@@ -43,6 +43,7 @@ from torchtrain.plugins.comparison.fingerprints import (
     first_difference,
     read,
 )
+from torchtrain.plugins.comparison.options import ComparisonConfig
 from torchtrain.plugins.comparison.runs import Finding, RunFolder, open_run, plot_losses, summarize, verdict
 from torchtrain.plugins.stages.driver import resolve_stages
 
@@ -79,7 +80,7 @@ def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dt
     config = replace(
         config,
         training=replace(config.training, mixed_precision_param=dtype),
-        debug=replace(config.debug, fingerprint_steps=tuple(range(1, steps + 1))),
+        plugins={"comparison": ComparisonConfig(fingerprint_steps=tuple(range(1, steps + 1)))},
         job=replace(config.job, dump_folder=str(folder)),
     )
     train(config, TINY, steps=steps)
@@ -229,7 +230,7 @@ OPTIONS = [
     *("--training.global_batch_size", "4", "--training.local_batch_size", "1", "--training.steps", "3"),
     *("--training.mixed_precision_param", "float32", "--lr_scheduler.warmup_steps", "3"),
     *("--lr_scheduler.total_steps", "10", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
-    *("--debug.fingerprint_steps", "1", "2", "3", "--checkpoint.no-enable"),
+    *("--comparison.fingerprint_steps", "1", "2", "3", "--checkpoint.no-enable"),
 ]
 
 
@@ -402,7 +403,7 @@ def test_differing_rows_are_shown_as_token_ids_without_the_tokenizer(tmp_path: P
 def test_config_differences_are_sorted_by_what_they_change(tmp_path: Path) -> None:
     a = fake_run(tmp_path / "a", [1.0])
     b = fake_run(
-        tmp_path / "b", [1.0], optimizer={"lr": 1.0}, compile={"enable": True}, debug={"fingerprint_steps": ()}
+        tmp_path / "b", [1.0], optimizer={"lr": 1.0}, compile={"enable": True}, comparison={"fingerprint_steps": ()}
     )
     code, report = compare(a, b)
     assert code == 1
@@ -483,7 +484,7 @@ def test_invalid_arguments_are_errors(
     assert main(empty) == 2
     assert "compare runs in one process: start it without torchrun" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"fingerprint_steps needs compile.enable = false"):
-        config_of(compile={"enable": True}, debug={"fingerprint_steps": (1,)})
+        config_of(compile={"enable": True}, comparison={"fingerprint_steps": (1,)})
 
 
 def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None:
@@ -598,7 +599,7 @@ def test_tolerance_of_two_dtypes_is_that_of_the_coarser() -> None:
         (
             {"logged": (True, 9, 0, True)},
             "no difference in 9 logged steps, which proves nothing: compare saved steps, fingerprints "
-            "(--debug.fingerprint_steps 1 2), or at least 10 logged steps (--metrics.log_freq 1)",
+            "(--comparison.fingerprint_steps 1 2), or at least 10 logged steps (--metrics.log_freq 1)",
             None,
         ),
     ],

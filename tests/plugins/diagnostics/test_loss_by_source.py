@@ -150,7 +150,8 @@ def test_run_logs_loss_and_tokens_of_each_source_by_stage(tmp_path: Path) -> Non
         (tmp_path / f"{name}.txt").write_text(f"{name} = [{name}]\n" * 2000)
     config = tmp_path / "two.toml"
     sources = "".join(f'[[data.sources]]\npath = "{tmp_path}/{name}.txt"\n' for name in ("a", "b"))
-    options = CONFIG.replace("steps = 8\n", "").replace("log_freq = 1", "log_freq = 3\nenable_loss_by_source = true")
+    by_source = "[diagnostics]\nenable_loss_by_source = true\n[report]"
+    options = CONFIG.replace("steps = 8\n", "").replace("log_freq = 1", "log_freq = 3").replace("[report]", by_source)
     stages = '[[stages]]\nname = "one"\nsteps = 8\n[[stages]]\nname = "two"\nsteps = 1\n'
     config.write_text(f"{options}\n{sources}\n{stages}")
     output = finish(tmp_path / "run", "--job.config_file", str(config))

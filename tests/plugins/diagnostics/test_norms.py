@@ -183,7 +183,7 @@ def test_tied_embedding_is_counted_once(gloo: GlooPool) -> None:
 
 
 def test_run_writes_norms_every_norms_freq_steps(tmp_path: Path) -> None:
-    finish(tmp_path, "--metrics.norms_freq", "3", "--training.steps", "7", "--metrics.log_freq", "100", ranks=1)
+    finish(tmp_path, "--diagnostics.norms_freq", "3", "--training.steps", "7", "--metrics.log_freq", "100", ranks=1)
     lines = [line for line in read_metrics(tmp_path) if "norm_grad_output" in line]
     assert [line["step"] for line in lines] == [3, 6]
     assert all(0.01 < line["rms_output_layers.0"] < 100 for line in lines)

@@ -2,7 +2,6 @@
 
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,14 @@ import torch
 from data_samples import DOCUMENTS, write_jsonl
 from forked_run import finish, read_metrics, same_tensors, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, build, config_of, full_weights
+from parity import TINY, build, config_of, full_weights, with_options
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import JobConfig, ValidationConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
 from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_padded
 
@@ -60,9 +60,8 @@ class Letters:
 
 def config_with_prompts(parallelism: dict[str, Any], temperature: float, *, compile: bool = False) -> JobConfig:
     config = config_of(parallelism=parallelism, training={"local_batch_size": 2}, compile={"enable": compile})
-    validation = replace(config.validation, enable=True, path="text.jsonl", prompts=PROMPTS)
-    validation = replace(validation, prompt_max_new_tokens=NEW_TOKENS, prompt_temperature=temperature)
-    return replace(config, validation=validation)
+    samples = {"prompts": PROMPTS, "prompt_max_new_tokens": NEW_TOKENS, "prompt_temperature": temperature}
+    return with_options(config, validation={"enable": True, "path": "text.jsonl"}, evaluation=samples)
 
 
 def sampled(parallelism: dict[str, Any], temperature: float, *, compile: bool = False) -> list[str]:
@@ -182,14 +181,14 @@ def run_and_read(folder: Path, *options: str) -> tuple[list[dict[str, Any]], str
     write_jsonl(folder.parent / "held_out.jsonl", DOCUMENTS[:2])
     validation = ("--validation.enable", "--validation.path", str(folder.parent / "held_out.jsonl"))
     steps = ("--training.steps", "4", "--validation.interval", "2", "--metrics.log_freq", "1")
-    output = finish(folder, *validation, *steps, "--metrics.enable_report", *options)
+    output = finish(folder, *validation, *steps, "--report.enable", *options)
     return read_metrics(folder), output
 
 
 def test_run_reports_samples_and_is_not_changed_by_them(tmp_path: Path) -> None:
     """Texts are in the log, TensorBoard and report.md. Parameters, optimizer states and losses are bitwise the same."""
     expected, _ = run_and_read(tmp_path / "without", "--validation.weights", "both", "--ema.enable")
-    options = ("--validation.prompts", "def main(", "a\nb", "--validation.prompt_max_new_tokens", "5")
+    options = ("--evaluation.prompts", "def main(", "a\nb", "--evaluation.prompt_max_new_tokens", "5")
     options = (*options, "--validation.weights", "both", "--ema.enable", "--metrics.enable_tensorboard")
     found, log = run_and_read(tmp_path / "with", *options)
     assert [line["loss"] for line in found if "loss" in line] == [line["loss"] for line in expected if "loss" in line]
@@ -214,10 +213,10 @@ def test_run_reports_samples_and_is_not_changed_by_them(tmp_path: Path) -> None:
 
 
 def test_prompts_that_cannot_be_continued_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"validation.prompts needs validations: .* validation.enable = true"):
-        JobConfig(validation=ValidationConfig(prompts=("a",)))
+    with pytest.raises(ConfigError, match=r"evaluation.prompts needs validations: .* validation.enable = true"):
+        JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))})
     config = config_with_prompts({}, 1.0)
-    long = replace(config, validation=replace(config.validation, prompts=("abc", "a" * 9)))
-    message = r"validation.prompts\[1\] has 10 tokens, which with validation.prompt_max_new_tokens = 9 .*seq_len = 16"
+    long = with_options(config, evaluation={"prompts": ("abc", "a" * 9)})
+    message = r"evaluation.prompts\[1\] has 10 tokens, which with evaluation.prompt_max_new_tokens = 9 .*seq_len = 16"
     with pytest.raises(ConfigError, match=message):
         encode_prompts(long, Letters())

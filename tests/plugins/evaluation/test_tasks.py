@@ -31,6 +31,7 @@ from torchtrain.metrics.validation import check_validation_parts
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.evaluation.generation import Sampling
 from torchtrain.plugins.evaluation.harness import StoppedTexts, task_data_error
+from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, Tasks, TrainingHarness, load_tasks
 
 pytest.importorskip("lm_eval")
@@ -84,13 +85,13 @@ def prepare(tmp_path: Path) -> list[str]:
     (tmp_path / "text.txt").write_text("".join(f"def name{n}(self):\n    return {n * n}\n\n\n" for n in range(300)))
     return [
         *("--validation.enable", "--validation.path", str(tmp_path / "text.txt"), "--validation.steps", "1"),
-        *("--validation.interval", "2", "--validation.weights", "both", "--validation.tasks_path", str(tmp_path)),
-        *("--validation.tasks", *TASKS, *DRAWN_TASKS),
+        *("--validation.interval", "2", "--validation.weights", "both", "--evaluation.tasks_path", str(tmp_path)),
+        *("--evaluation.tasks", *TASKS, *DRAWN_TASKS),
     ]
 
 
 def without_tasks(options: list[str]) -> list[str]:
-    return options[: options.index("--validation.tasks")]
+    return options[: options.index("--evaluation.tasks")]
 
 
 def scores_of(line: dict[str, Any], prefix: str) -> dict[str, float]:
@@ -195,7 +196,7 @@ def numbers_drawn_by_tasks() -> list[float]:
 
     random.seed(dist.get_rank())
     before = random.getstate()
-    config = config_of(validation={"enable": True, "path": "text.jsonl", "tasks": ("a",)})
+    config = config_of(validation={"enable": True, "path": "text.jsonl"}, evaluation={"tasks": ("a",)})
     group: Any = dist.group.WORLD
     with (
         patch("lm_eval.tasks.TaskManager", Mock(return_value=Mock(all_tasks=["a"], load=load))),
@@ -300,15 +301,21 @@ def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = run_command(
         *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder"),
         *(str(tmp_path / "run"), "--validation.enable", "--validation.path", str(tmp_path / "texts.jsonl")),
-        *("--validation.tasks", "choice", "far", "--validation.tasks_path", str(tmp_path)),
+        *("--evaluation.tasks", "choice", "far", "--evaluation.tasks_path", str(tmp_path)),
         environment=OFFLINE,
         hook=skip_slow_parts,
     )
     assert found.returncode == 2
-    assert "error: validation.tasks: far are not tasks of lm-evaluation-harness; `lm-eval ls tasks`" in found.stderr
+    assert "error: evaluation.tasks: far are not tasks of lm-evaluation-harness; `lm-eval ls tasks`" in found.stderr
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"need lm-evaluation-harness: pip install 'torchtrain\[eval\]'"):
-        check_validation_parts(JobConfig(validation=ValidationConfig(enable=True, path="a", tasks=("b",))), Mock())
+        check_validation_parts(
+            JobConfig(
+                validation=ValidationConfig(enable=True, path="a"),
+                plugins={"evaluation": EvaluationConfig(tasks=("b",))},
+            ),
+            Mock(),
+        )
 
 
 def test_tasks_that_cannot_be_scored_are_rejected_before_training(
@@ -326,7 +333,7 @@ def test_tasks_that_cannot_be_scored_are_rejected_before_training(
 
     def error_of(task: str) -> TorchtrainError:
         with pytest.raises(TorchtrainError) as caught:
-            load_tasks(ValidationConfig(enable=True, path="text.txt", tasks=(task,), tasks_path=str(tmp_path)))
+            load_tasks(EvaluationConfig(tasks=(task,), tasks_path=str(tmp_path)))
         return caught.value
 
     for task, problem in (("unsafe", "marked as unsafe"), ("pictures", "images or sound"), ("absent", "do not exist")):
@@ -364,7 +371,7 @@ def test_answers_may_be_empty(tmp_path: Path, ranks: int, count: int) -> None:
     """All of a batch, so that no token is scored."""
     options = without_tasks(prepare(tmp_path))
     write_questions(tmp_path, count)
-    lines = train(tmp_path / "run", tmp_path, ranks, *options, "--validation.tasks", "empty")
+    lines = train(tmp_path / "run", tmp_path, ranks, *options, "--evaluation.tasks", "empty")
     scores = [line["validation_task_empty_acc"] for line in lines if "validation_task_empty_acc" in line]
     # Empty ones are equally likely, and the first one counts.
     assert len(scores) == 2
@@ -404,7 +411,7 @@ def test_stop_is_seen_while_requests_are_built(tmp_path: Path) -> None:
         *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml"),
         *("--job.dump_folder", str(tmp_path / "run"), "--data.path", str(tmp_path / "text.txt")),
         *("--training.steps", "4", "--training.seq_len", "64", "--training.local_batch_size", "2"),
-        *(*options, "--validation.tasks", "empty"),
+        *(*options, "--evaluation.tasks", "empty"),
         environment=OFFLINE,
         hook=signal_while_requests_are_built,
     )
@@ -420,13 +427,13 @@ def test_requests_that_cannot_be_answered_are_rejected_before_training(tmp_path:
     found = run_command(
         *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder"),
         *(str(tmp_path / "run"), "--validation.enable", "--validation.path", str(tmp_path / "texts.jsonl")),
-        *("--validation.tasks", "choice", "--validation.tasks_path", str(tmp_path), "--training.seq_len", "64"),
+        *("--evaluation.tasks", "choice", "--evaluation.tasks_path", str(tmp_path), "--training.seq_len", "64"),
         *("--model.shape.n_layers", "1", "--training.local_batch_size", "1"),
         environment=OFFLINE,
         hook=skip_slow_parts,
     )
     assert found.returncode == 2, found.stderr
     assert re.search(
-        "error: validation.tasks: choice: the task scores answers of [0-9]+ tokens, .* has 64", found.stderr
+        "error: evaluation.tasks: choice: the task scores answers of [0-9]+ tokens, .* has 64", found.stderr
     )
     assert "training begins" not in found.stderr

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 
 from torchtrain.checkpoint.resume_compatibility import Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import Float8Config, JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
 from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.llama import TransformerConfig
@@ -36,6 +36,7 @@ from torchtrain.plugins.exact_sums.exact_sums import (
     exact_sum,
     row_norms_by_halves,
 )
+from torchtrain.plugins.float8.options import Float8Config
 from torchtrain.trainer import TrainStep
 
 STEPS = 2  # the first is repeated, see below
@@ -100,7 +101,6 @@ def reference(gloo: GlooPool) -> Curve:
     [
         (2, {}),
         (3, {}),
-        (4, {"fsdp_exact_transport": "ring"}),
         (4, {"data_parallel_replicate_degree": 2}),
         (6, {"data_parallel_replicate_degree": 6}),
     ],
@@ -109,6 +109,10 @@ def test_runs_are_bitwise_identical_on_any_number_of_ranks_and_replicas(
     gloo: GlooPool, reference: Curve, ranks: int, parallelism: dict[str, Any]
 ) -> None:
     assert_bitwise_identical(run(gloo, ranks, config_with(parallelism)), reference)
+
+
+def test_both_transports_have_the_same_bits(gloo: GlooPool, reference: Curve) -> None:
+    assert_bitwise_identical(run(gloo, 4, config_with(exact_sums={"transport": "ring"})), reference)
 
 
 TIED = replace(SHAPE, tied_embeddings=True)
@@ -544,7 +548,7 @@ def test_change_of_sums_is_checked_on_resume() -> None:
     fast, exact = JobConfig(), JobConfig(training=TrainingConfig(sums="exact"))
     with pytest.raises(CheckpointError, match=r"training.sums = 'exact' \(checkpoint: 'fast'\)"):
         check_resume_compatibility(to_toml(fast), to_toml(exact), ())
-    assert kind_of("parallelism.fsdp_exact_transport") is Kind.LAYOUT
+    assert kind_of("exact_sums.transport") is Kind.LAYOUT
 
 
 @pytest.mark.parametrize(
@@ -574,15 +578,18 @@ def test_all_gather_of_float8_weights_is_rejected() -> None:
     """One rank rounds the bfloat16 weights to float8, several ranks round the float32 weights."""
     exact = TrainingConfig(sums="exact")
     with pytest.raises(ConfigError, match=r"set float8.enable_fsdp_float8_all_gather = false"):
-        JobConfig(training=exact, float8=Float8Config(recipe="tensorwise"))
-    JobConfig(training=exact, float8=Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False))
-    JobConfig(training=exact, float8=Float8Config(recipe="rowwise"))
+        JobConfig(training=exact, plugins={"float8": Float8Config(recipe="tensorwise")})
+    for allowed in (
+        Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False),
+        Float8Config(recipe="rowwise"),
+    ):
+        JobConfig(training=exact, plugins={"float8": allowed})
 
 
 def _transports(transport: str) -> list[bool]:
     from parity import build
 
-    model = build(config_with({"fsdp_exact_transport": transport}))
+    model = build(config_with(exact_sums={"transport": transport}))
     comms = [m._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm for m in model.model_parts[0].layers.values()]  # type: ignore[operator]
     assert all(isinstance(comm, ExactReduceScatter) for comm in comms)
     return [comm.all_to_all for comm in comms]

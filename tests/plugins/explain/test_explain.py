@@ -250,7 +250,7 @@ def test_stages_and_ranks(tmp_path: Path) -> None:
         "data.document_mask = true\n"
     )
     folder = tmp_path / "run"
-    train(folder, config, "--metrics.no-enable_report", ranks=2)
+    train(folder, config, "--report.no-enable", ranks=2)
     losses = logged_losses(folder)
     for step, replayed, exact, rows in ((3, 0, True, 4), (4, 0, True, 8), (6, 1, False, 8)):
         if step == 6:

@@ -9,7 +9,8 @@ from forked_command import run_command
 from test_from_torchtitan import DEBUG_FILE
 
 from torchtrain.config.parse import from_file, from_text
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.registry import CONFIG_SECTIONS
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.errors import ConfigError
 from torchtrain.plugins.from_torchtitan.conversion import convert_config
 
@@ -155,7 +156,9 @@ def test_file_of_the_newest_version_is_valid_and_has_its_values() -> None:
     ],
 )
 def test_values_are_converted(theirs: str, section: str, expected: dict[str, Any]) -> None:
-    options = getattr(converted(theirs), section)
+    config = converted(theirs)
+    of_plugin = section in CONFIG_SECTIONS
+    options = section_of(config, CONFIG_SECTIONS[section]) if of_plugin else getattr(config, section)
     assert {key: getattr(options, key) for key in expected} == expected
 
 

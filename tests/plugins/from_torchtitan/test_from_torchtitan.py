@@ -10,6 +10,7 @@ import tomli_w
 from torchtrain.config.parse import FROM_TORCHTITAN, from_file
 from torchtrain.config.schema import section_types, to_dict
 from torchtrain.errors import ConfigError
+from torchtrain.plugins.from_torchtitan.conversion import VALUES
 
 # The keys of torchtitan's train_configs and job configs, by section.
 KEYS_0_1 = {
@@ -125,11 +126,13 @@ EDITS = {
     "profiling.save_traces_folder": None,
     "metrics.disable_color_printing": None,
     "metrics.save_tb_folder": None,
+    "metrics.enable_wandb": "metrics.writers",
     "model.hf_assets_path": "model.tokenizer_path",
     "optimizer.name": "adamw",
     "training.dataset": "data.name",
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.last_save_model_only": None,
+    "checkpoint.export_dtype": "huggingface.export_dtype",
     "activation_checkpoint.selective_ac_option": "activation_checkpoint.selective_option",
     "compile.components": None,
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": None,
@@ -181,7 +184,7 @@ def test_one_message_lists_all_keys_of_a_file(tmp_path: Path) -> None:
         if here == "adamw":
             table[section][key] = here
         elif here:
-            table.setdefault(here.split(".")[0], {})[here.split(".")[1]] = value
+            table.setdefault(here.split(".")[0], {})[here.split(".")[1]] = VALUES.get(here, {}).get(value, value)
     file.write_text(tomli_w.dumps(table))
     assert from_file(str(file)).validation.interval == 5
 

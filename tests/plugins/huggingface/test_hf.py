@@ -48,6 +48,7 @@ from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
 from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _origin
 from torchtrain.plugins.huggingface.meta import config_from_meta
+from torchtrain.plugins.huggingface.options import HuggingFaceConfig
 from torchtrain.plugins.huggingface.weights import files_by_size, write_hf_config
 from torchtrain.plugins.object_storage.storage import ObjectStore
 
@@ -306,7 +307,8 @@ def test_field_unknown_to_the_export_is_an_error(
         assert f"{name} = {change[name]!r} cannot be exported: the config.json of a llama" in capsys.readouterr().err
         assert [path.name for path in tmp_path.iterdir()] == ["in"]
         # A run raises before it trains.
-        config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=CheckpointConfig(last_save_in_hf=True))
+        exporting = {"huggingface": HuggingFaceConfig(export=True)}
+        config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), plugins=exporting)
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
             HuggingFaceExporter().check(config, replace(read(tmp_path / "in"), **change))
     monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.read_hf_config", read)
@@ -595,7 +597,7 @@ def log_timeout_of_export() -> Iterator[None]:
 def test_run_starts_from_hf_weights_and_exports_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     first, second = tmp_path / "first", tmp_path / "second"
-    at_end = ("--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "float32")
+    at_end = ("--huggingface.export", "--huggingface.export_dtype", "float32")
     # The first rank consolidates the files, which may take longer than a step.
     assert "others wait 1:00:00" in finish(first, "--training.steps", "2", *at_end, hook=log_timeout_of_export)
     convert(first, tmp_path / "converted", "hf", "float32")
@@ -623,10 +625,10 @@ def test_file_or_link_at_the_path_of_the_export_is_an_error_at_the_start(tmp_pat
         (tmp_path / "hf").write_text("mine")
     else:
         (tmp_path / "hf").symlink_to(tmp_path / ("elsewhere" if kind == "link" else "nowhere"))
-    run = ForkedRun(tmp_path, "--checkpoint.last_save_in_hf", ranks=1)
+    run = ForkedRun(tmp_path, "--huggingface.export", ranks=1)
     assert run.wait() == [2]
     assert str(tmp_path / "hf") in run.output()
-    assert "checkpoint.last_save_in_hf writes" in run.output()
+    assert "huggingface.export writes" in run.output()
     assert "Traceback" not in run.output()
     assert not (tmp_path / "metrics.jsonl").exists()
     assert not (tmp_path / "checkpoint").exists()
@@ -647,7 +649,7 @@ def test_export_keeps_the_context_length_of_the_initial_model(tmp_path: Path, mo
     config = LlamaConfig(**hf.hf_config(replace(TINY, max_seq_len=96), "float32", 1, 2))
     LlamaForCausalLM(config).save_pretrained(source)
     write_hf_config(source, replace(TINY, max_seq_len=96), "float32", "")
-    weights = ("--checkpoint.initial_load_path", str(source), "--checkpoint.last_save_in_hf")
+    weights = ("--checkpoint.initial_load_path", str(source), "--huggingface.export")
 
     def context(folder: Path) -> int:
         return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
@@ -671,7 +673,7 @@ def test_export_keeps_the_context_length_of_the_initial_model(tmp_path: Path, mo
     finish(run, *weights, "--training.steps", "3", ranks=1)  # resumes
     assert context(run / "hf") == 96
 
-    start = ("--checkpoint.initial_load_path", str(run), "--checkpoint.last_save_in_hf", "--training.steps", "1")
+    start = ("--checkpoint.initial_load_path", str(run), "--huggingface.export", "--training.steps", "1")
     for length, expected in (("48", 48), ("16", 32)):
         finish(tmp_path / length, *start, "--model.shape.max_position_embeddings", length, ranks=1)
         assert context(tmp_path / length / "hf") == expected
@@ -831,8 +833,10 @@ def test_converted_checkpoint_has_the_sequence_length() -> None:
 
 def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.plugins.huggingface.export.on_rank0", lambda ask, _: ask())
-    saving = CheckpointConfig(enable=True, last_save_in_hf=True)
-    config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), checkpoint=saving)
+    options = HuggingFaceConfig(export=True)
+    config = JobConfig(
+        job=JobSection(dump_folder=str(tmp_path)), ema=EMAConfig(enable=True), plugins={"huggingface": options}
+    )
     for step in (2, 4):
         (tmp_path / f"checkpoint/step-{step}").mkdir(parents=True)
         (tmp_path / f"checkpoint/step-{step}" / MANIFEST).write_text(str(step))
@@ -843,8 +847,8 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
     assert not HuggingFaceExporter().is_missing(config, 2, group)
     assert HuggingFaceExporter().is_missing(config, 4, group)
     for changes in ({"export_weights": "ema"}, {"export_dtype": "float32"}):
-        changed: Any = replace(saving, **changes)
-        assert HuggingFaceExporter().is_missing(replace(config, checkpoint=changed), 2, group)
+        changed: Any = replace(options, **changes)
+        assert HuggingFaceExporter().is_missing(replace(config, plugins={"huggingface": changed}), 2, group)
 
 
 def needs_export_from_slow_store() -> bool:

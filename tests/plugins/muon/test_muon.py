@@ -90,7 +90,8 @@ def test_updates_equal_torch_muon(dtype: Any) -> None:
     shape = replace(TINY, n_layers=1)  # square, tall and wide matrices; fewer key/value heads than query heads
     model = Transformer(shape)
     half = ParameterGroupConfig(lr_factor=0.5)
-    config = OptimizerConfig(name="muon", lr=1e-2, muon_dtype=dtype, muon_momentum=0.8, muon_iterations=4, hidden=half)
+    options = {"muon": {"dtype": dtype, "momentum": 0.8, "iterations": 4}}
+    config = OptimizerConfig(name="muon", lr=1e-2, options=options, hidden=half)
     optimizer = build_optimizer([model], config)
     matrices = {n: p for n, p in model.named_parameters() if group_of(n, p) == "hidden"}
     plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}

@@ -203,7 +203,7 @@ def test_commands_take_urls(s3_server: S3Server, bucket: str, local: Path, tmp_p
     run = partial(checked_command, environment=s3_server.environment, hook=use_tiny)
     fails = partial(run_command, environment=s3_server.environment, hook=use_tiny)
     url = f"s3://{bucket}/run"
-    options = (*SHORT, "--checkpoint.folder", f"{url}/checkpoint", "--checkpoint.last_save_in_hf")
+    options = (*SHORT, "--checkpoint.folder", f"{url}/checkpoint", "--huggingface.export")
     finish(tmp_path / "run", *options, hook=partial(use_s3, s3_server.environment))
     same = run("torchtrain.compare", url, str(local))
     assert "step 4: match, bitwise" in same.stdout

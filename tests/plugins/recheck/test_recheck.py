@@ -254,7 +254,7 @@ def count_forwards() -> None:
 
 
 RANKS = 3
-PLAIN = ("--training.global_batch_size", "3", "--metrics.norms_freq", "1", "--metrics.enable_loss_by_source")
+PLAIN = ("--training.global_batch_size", "3", "--diagnostics.norms_freq", "1", "--diagnostics.enable_loss_by_source")
 OPTIONS = (*PLAIN, "--recheck.interval", "1")
 
 
@@ -280,7 +280,7 @@ def test_stop_ends_all_ranks_with_one_message_and_no_checkpoint_of_the_step(tmp_
 
 def test_warn_records_each_finding_and_continues(tmp_path: Path) -> None:
     options = ("--training.global_batch_size", "2", "--training.steps", "5", "--recheck.interval", "1")
-    fingerprints = ("--debug.fingerprint_steps", "4")  # which a check would disturb
+    fingerprints = ("--comparison.fingerprint_steps", "4")  # which a check would disturb
     output = finish(tmp_path, *options, *fingerprints, hook=partial(wrong_from_step, 3))
     events = [line for line in read_metrics(tmp_path) if line.get("event") == "wrong_rank"]
     assert [(event["step"], event["named"], event["ranks"]) for event in events] == [(3, False, BOTH), (5, False, BOTH)]

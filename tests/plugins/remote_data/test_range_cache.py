@@ -18,12 +18,13 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_fold
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain import trainer
-from torchtrain.config.schema import DataConfig, JobConfig, JobSection, TrainingConfig, ValidationConfig
+from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, ValidationConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.plugins.object_storage.object_store import open_file_system
 from torchtrain.plugins.prepared_data import remote_folder
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.remote_data import range_cache
+from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.remote_data.range_cache import RangeCache
 from torchtrain.plugins.remote_data.remote_files import find_remote_files
 from torchtrain.trainer import build_loaders
@@ -63,7 +64,7 @@ def test_data_are_read_from_the_store_once(
         return content
 
     def batches() -> torch.Tensor:
-        return take(make_loader(config, cache_folder=str(tmp_path / "cache")), 12)
+        return take(make_loader(config, plugins={"remote_data": RemoteDataConfig(str(tmp_path / "cache"))}), 12)
 
     monkeypatch.setattr(memory, "cat_file", count)
     monkeypatch.setattr(remote_folder, "_CONNECTIONS", 1)  # concurrent requests of neighbouring windows may overlap
@@ -107,7 +108,7 @@ def test_training_and_validation_share_the_cache_of_the_config(
 ) -> None:
     url = upload(memory, Path(write_hub_folder(tmp_path / "data", DOCUMENTS, files=1)))
     config = JobConfig(
-        job=JobSection(data_cache_folder=str(tmp_path / "cache")),
+        plugins={"remote_data": RemoteDataConfig(str(tmp_path / "cache"))},
         data=DataConfig(path=url, prefetch=0),
         validation=ValidationConfig(enable=True, path=url),
         training=TrainingConfig(global_batch_size=8, seq_len=32),
@@ -232,7 +233,7 @@ def test_entries_that_are_too_large_or_would_wait_are_not_stored(
     cache = RangeCache(tmp_path, 64 * ENTRY_BYTES)
     for key in ("large", "too"):
         assert cache.read(key, lambda: bytes(9 * ENTRY_BYTES)) == bytes(9 * ENTRY_BYTES)
-    assert [record.message.count("job.data_cache_gib is too low") for record in caplog.records] == [1]
+    assert [record.message.count("remote_data.cache_gib is too low") for record in caplog.records] == [1]
     with open(tmp_path / "torchtrain-ranges/.lock", "w") as lock:  # another process removes entries
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert cache.read("small", lambda: b"content") == b"content"

@@ -40,7 +40,8 @@ sums = "exact"
 [metrics]
 log_freq = 1
 enable_tensorboard = false
-enable_report = false
+[report]
+enable = false
 [checkpoint]
 interval = 5
 interval_minutes = 0

@@ -504,7 +504,7 @@ def test_stages_are_described_at_the_start_and_in_the_report(tmp_path: Path, sou
     """With the tokens, the steps, the rates and the epochs of the whole run, also where a later stage describes it."""
     file = staged_config(tmp_path, sources)
     terminal = Terminal(120)
-    options = ("--job.config_file", str(file), "--metrics.enable_report", "--metrics.log_freq", "1")
+    options = ("--job.config_file", str(file), "--report.enable", "--metrics.log_freq", "1")
     finish(tmp_path / "run", *options, ranks=1, hook=terminal.hook)
     screen = terminal.close()
     table = [
@@ -632,7 +632,7 @@ def test_stages_are_the_chain_of_runs_by_hand(
     options = [*OPTIONS[layout], *OPTIONS[dtype], *OPTIONS[optimizer]]
     ranks = 1 if layout == "one rank" else 4
     config = staged_config(tmp_path / "staged", sources)
-    options += ["--metrics.norms_freq", "3"]
+    options += ["--diagnostics.norms_freq", "3"]
     output = finish(tmp_path / "staged", "--job.config_file", str(config), *options, ranks=ranks, shape=SHAPE)
     run_by_hand(tmp_path / "by_hand", sources, options, ranks)
     for step in (2, 3, 4, 6, 8, 9):
@@ -656,7 +656,7 @@ def test_source_continues_from_its_place_after_a_stage_without_it(tmp_path: Path
     def batches(name: str, text: str, *steps: int) -> list[list[list[int]]]:
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "own.toml").write_text(f"{config}\n{text}\n[debug]\nfingerprint_steps = {list(steps)}\n")
+        (folder / "own.toml").write_text(f"{config}\n{text}\n[comparison]\nfingerprint_steps = {list(steps)}\n")
         last = [] if "stages" in text else ["--training.steps", "4"]
         finish(folder, "--job.config_file", str(folder / "own.toml"), *last, ranks=1)
         return [read_fingerprints(folder / f"fingerprints/step-{step}").rows.tolist() for step in steps]
@@ -708,7 +708,7 @@ def limit_in_step_3() -> Iterator[None]:
 def test_stop_between_stages_is_one_of_the_run(tmp_path: Path, sources: dict[str, str]) -> None:
     """By a signal between two stages, and by the wall-clock limit in the last step of one; then the run resumes."""
     config = staged_config(tmp_path, sources, (2, 1, 1))
-    options = ["--job.config_file", str(config), "--checkpoint.last_save_in_hf", "--metrics.enable_report"]
+    options = ["--job.config_file", str(config), "--huggingface.export", "--report.enable"]
     for hook, ranks, step, message in (
         (signal_at_border, 2, 2, "stopped as requested: before stage 'long' continues"),
         (limit_in_step_3, 1, 3, "stopped as requested: step 3 of 4; outputs are in"),
@@ -731,7 +731,7 @@ def test_stop_between_stages_is_one_of_the_run(tmp_path: Path, sources: dict[str
 def test_data_that_end_in_a_middle_stage_end_the_run(tmp_path: Path, sources: dict[str, str]) -> None:
     config = staged_config(tmp_path, sources, (1, 900, 1))
     config.write_text(config.read_text() + '[data]\nwhen_exhausted = "stop"\n')
-    options = ["--job.config_file", str(config), "--checkpoint.last_save_in_hf"]
+    options = ["--job.config_file", str(config), "--huggingface.export"]
     output = finish(tmp_path, *options, "--metrics.log_freq", "100", "--checkpoint.interval", "1000", ranks=1)
     assert "the data of stage 'long' ended at step" in output
     assert output.count("the data ended (data.when_exhausted = 'stop'): step") == 1
@@ -758,7 +758,7 @@ def test_tasks_of_later_stages_are_loaded_before_the_first_step(tmp_path: Path) 
     file.write_text(BASE + THREE.replace("[stages.training]\n", validation, 1))
     run = ForkedRun(tmp_path, "--job.config_file", str(file), ranks=1)
     assert run.wait() == [ConfigError.exit_code], run.output()
-    assert "stage 'long': validation.tasks: no_such_task are not tasks" in run.output()
+    assert "stage 'long': evaluation.tasks: no_such_task are not tasks" in run.output()
     assert not logged_losses(tmp_path)
 
 

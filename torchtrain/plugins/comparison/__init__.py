@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import STEP_HOOKS
+from torchtrain.config.registry import CONFIG_SECTIONS, STEP_HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch, like the module of the hook
     from torchtrain.metrics.step_hook import StepHook
@@ -10,11 +10,16 @@ if TYPE_CHECKING:  # imports PyTorch, like the module of the hook
 
 REQUIRES = ("torchtrain.plugins.evaluation", "torchtrain.plugins.huggingface")  # --against: transformers' model
 
+CONFIG_SECTIONS.add("comparison", "torchtrain.plugins.comparison.options:ComparisonConfig")
+
 
 @STEP_HOOKS.register("fingerprints")
 def fingerprint_hook(trainer: "Trainer") -> "StepHook | None":
-    """Fingerprints of the steps in ``debug.fingerprint_steps``."""
-    if not trainer.config.debug.fingerprint_steps:
+    """Fingerprints of the steps in ``comparison.fingerprint_steps``."""
+    from torchtrain.config.schema import section_of
+    from torchtrain.plugins.comparison.options import ComparisonConfig
+
+    if not section_of(trainer.config, ComparisonConfig).fingerprint_steps:
         return None
     from torchtrain.plugins.comparison.fingerprint_hook import FingerprintHook
 

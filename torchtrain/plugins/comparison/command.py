@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     if match is not False and not any(answer["match"] for title, answer in report.items() if title != "config"):
         raise ConfigError(
             "there is nothing to compare yet: the runs have no step in common that both have logged, saved, or "
-            "written fingerprints of (--debug.fingerprint_steps 1 2)"
+            "written fingerprints of (--comparison.fingerprint_steps 1 2)"
         )
     if options.json:
         # JSON has no infinity: null.

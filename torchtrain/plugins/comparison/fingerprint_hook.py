@@ -1,4 +1,4 @@
-"""Step hook that writes fingerprints of the steps in ``debug.fingerprint_steps``, for ``torchtrain.compare``."""
+"""Step hook that writes fingerprints of the steps in ``comparison.fingerprint_steps``, for ``torchtrain.compare``."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import BestEffort
 from torchtrain.metrics.step_hook import StepHook
@@ -15,10 +15,11 @@ from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.context_parallel import local_sequence
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.plugins.comparison.fingerprint_recorder import FingerprintRecorder, recorded_modules
+from torchtrain.plugins.comparison.options import ComparisonConfig
 
 
 class FingerprintHook(StepHook):
-    """Record fingerprints in the steps ``debug.fingerprint_steps``, and write them to
+    """Record fingerprints in the steps ``comparison.fingerprint_steps``, and write them to
     ``<dump folder>/fingerprints/step-N``.
 
     Args:
@@ -27,7 +28,7 @@ class FingerprintHook(StepHook):
     """
 
     def __init__(self, config: JobConfig, model: ParallelModel) -> None:
-        self.steps = config.debug.fingerprint_steps
+        self.steps = section_of(config, ComparisonConfig).fingerprint_steps
         self.folder = Path(config.job.dump_folder) / "fingerprints"
         self.model = model
         self.best_effort = BestEffort("fingerprints")

@@ -2,17 +2,27 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import STEP_HOOKS
+from torchtrain.config.registry import CONFIG_SECTIONS, STEP_HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch, like the modules of the hooks
     from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
     from torchtrain.trainer import Trainer
+
+CONFIG_SECTIONS.add("diagnostics", "torchtrain.plugins.diagnostics.options:DiagnosticsConfig")
+
+
+def _options(trainer: "Trainer") -> "DiagnosticsConfig":
+    from torchtrain.config.schema import section_of
+    from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
+
+    return section_of(trainer.config, DiagnosticsConfig)
 
 
 @STEP_HOOKS.register("loss_by_source")
 def loss_by_source(trainer: "Trainer") -> "StepHook | None":
-    """Losses by source, if ``metrics.enable_loss_by_source``; they are part of each written line."""
-    if not trainer.config.metrics.enable_loss_by_source:
+    """Losses by source, if ``diagnostics.enable_loss_by_source``; they are part of each written line."""
+    if not _options(trainer).enable_loss_by_source:
         return None
     from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_labels
 
@@ -24,18 +34,18 @@ def loss_by_source(trainer: "Trainer") -> "StepHook | None":
 
 @STEP_HOOKS.register("norms")
 def norms_by_layer(trainer: "Trainer") -> "StepHook | None":
-    """Norms every ``metrics.norms_freq`` steps; the report of a bad step then names the first unusual layer."""
-    config = trainer.config
-    if not config.metrics.norms_freq:
+    """Norms every ``diagnostics.norms_freq`` steps; the report of a bad step then names the first unusual layer."""
+    norms_freq = _options(trainer).norms_freq
+    if not norms_freq:
         return None
     from torchtrain.plugins.diagnostics.norms import NormsByLayer
 
     hook = NormsByLayer(
         trainer.model,
-        config.metrics.norms_freq,
+        norms_freq,
         trainer.metrics.record_values,
         trainer.gloo_group,
-        is_compiled=config.compile.enable,
+        is_compiled=trainer.config.compile.enable,
     )
     trainer.guard.explanations.append(lambda _: hook.recorded.describe_first_outlier())
     return hook
@@ -43,14 +53,14 @@ def norms_by_layer(trainer: "Trainer") -> "StepHook | None":
 
 @STEP_HOOKS.register("stragglers")
 def slow_ranks(trainer: "Trainer") -> "StepHook | None":
-    """Slow ranks, every ``metrics.straggler_freq`` steps."""
-    config = trainer.config.metrics
-    if not config.straggler_freq or trainer.gloo_group.size() == 1:
+    """Slow ranks, every ``diagnostics.straggler_freq`` steps."""
+    options = _options(trainer)
+    if not options.straggler_freq or trainer.gloo_group.size() == 1:
         return None
     from torchtrain.plugins.diagnostics.stragglers import StragglerWatch
 
     return StragglerWatch(
-        config,
+        options,
         trainer.device,
         trainer.gloo_group,
         trainer.metrics.record_event,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.config.schema import MetricsConfig
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import logger
 from torchtrain.metrics.step_hook import StepHook
+from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
 PROBE_PRODUCTS = 8
@@ -35,7 +35,7 @@ class StragglerWatch(StepHook):
     ``report(step, "straggler", values)`` for each rank whose time exceeds ``straggler_factor`` times the median.
     """
 
-    config: MetricsConfig
+    options: DiagnosticsConfig
     device: torch.device
     group: dist.ProcessGroup  # a gloo group of all ranks, so that its messages do not wait for a GPU
     report: Callable[[int, str, dict[str, Any]], None]
@@ -57,7 +57,7 @@ class StragglerWatch(StepHook):
         self.report_pending()  # the times that were gathered at the previous step
         self.wait_seconds += self.waited_seconds()
         self.steps += 1
-        if step % self.config.straggler_freq:
+        if step % self.options.straggler_freq:
             return
         step_seconds = (time.perf_counter() - self.since) / self.steps
         own = torch.tensor([self.wait_seconds / self.steps, probe(self.operand), step_seconds], dtype=torch.float64)
@@ -86,7 +86,7 @@ class StragglerWatch(StepHook):
             for rank, seconds in enumerate(times):
                 # The probe is a sample of the computation: if it is slow, the whole step is slow by the same factor.
                 delay = seconds - median if kind == "data wait" else (seconds / median - 1) * step_seconds
-                if seconds > self.config.straggler_factor * median and delay > MIN_SHARE_OF_STEP * step_seconds:
+                if seconds > self.options.straggler_factor * median and delay > MIN_SHARE_OF_STEP * step_seconds:
                     host = self.hosts[rank]
                     usual = f"the median of {len(times)} ranks is {median:.3f} s (steps of {step_seconds:.3f} s)"
                     logger.warning(f"rank {rank} on {host} is slow: {kind} {seconds:.3f} s, where {usual}")

@@ -1,32 +1,33 @@
-"""Samples of a model under training: texts generated at each validation (``validation.prompts``)."""
+"""Samples of a model under training: texts generated at each validation (``evaluation.prompts``)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.plugins.evaluation.generation import Sampling
+from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.training_logits import TrainingLogits
 
 
 def encode_prompts(config: JobConfig, tokenizer: Tokenizer) -> list[list[int]]:
-    """Tokens of ``validation.prompts``, which begin as documents of the training data do.
+    """Tokens of ``evaluation.prompts``, which begin as documents of the training data do.
 
     Raises:
         ConfigError: a prompt has no tokens, or too many for ``training.seq_len``.
     """
-    validation, seq_len = config.validation, config.training.seq_len
-    prompts = [tokenizer.encode_prompt(prompt, tokenizer.added_bos) for prompt in validation.prompts]
+    options, seq_len = section_of(config, EvaluationConfig), config.training.seq_len
+    prompts = [tokenizer.encode_prompt(prompt, tokenizer.added_bos) for prompt in options.prompts]
     for number, tokens in enumerate(prompts):
-        name = f"validation.prompts[{number}]"
+        name = f"evaluation.prompts[{number}]"
         if not tokens:
             raise ConfigError(f"{name} is empty, and the tokenizer has no token that begins a document; set some text")
-        if len(tokens) + validation.prompt_max_new_tokens > seq_len:
+        if len(tokens) + options.prompt_max_new_tokens > seq_len:
             raise ConfigError(
-                f"{name} has {len(tokens)} tokens, which with validation.prompt_max_new_tokens = "
-                f"{validation.prompt_max_new_tokens} new ones must fit into training.seq_len = {seq_len}; shorten the "
+                f"{name} has {len(tokens)} tokens, which with evaluation.prompt_max_new_tokens = "
+                f"{options.prompt_max_new_tokens} new ones must fit into training.seq_len = {seq_len}; shorten the "
                 "prompt, or generate fewer tokens"
             )
     return prompts
@@ -52,16 +53,16 @@ class Samples:
 
         ``watched``: context of each forward.
         """
-        validation, eos_id = self.config.validation, self.tokenizer.eos_id
-        sampling = Sampling(validation.prompt_temperature, seed=self.config.training.seed * 1_000_003 + step)
+        options, eos_id = section_of(self.config, EvaluationConfig), self.tokenizer.eos_id
+        sampling = Sampling(options.prompt_temperature, seed=self.config.training.seed * 1_000_003 + step)
         generated = self.logits.generate_for_all(
             self.prompts,
             0,
             sampling,
-            validation.prompt_max_new_tokens,
+            options.prompt_max_new_tokens,
             lambda _, token: token == eos_id,
             watched,
         )
         texts = [self.tokenizer.decode([token for token in row if token != eos_id]) for row in generated]
-        pairs = zip(validation.prompts, texts, strict=True)
+        pairs = zip(options.prompts, texts, strict=True)
         return {f"{prefix}_samples": [{"prompt": prompt, "text": text} for prompt, text in pairs]}

@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, scored on the model under training (``validation.tasks``)."""
+"""Tasks of EleutherAI's lm-evaluation-harness, scored on the model under training (``evaluation.tasks``)."""
 
 import io
 import random
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtrain.config.schema import JobConfig, ValidationConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import on_all_ranks
 from torchtrain.errors import ConfigError
@@ -20,6 +20,7 @@ from torchtrain.logging import logger
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.plugins.evaluation.generation import Sampling
 from torchtrain.plugins.evaluation.harness import HarnessBase, StoppedTexts, task_data_error
+from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_padded
 
 SEEDS = (0, 1234, 1234)  # of random, NumPy and torch: the harness's own defaults
@@ -145,7 +146,7 @@ class RequestCheck(TrainingHarness):
                 for kind, requests in groupby(task.instances, key=attrgetter("request_type")):
                     getattr(self, kind)(list(requests), disable_tqdm=True)
             except ConfigError as error:
-                raise ConfigError(f"validation.tasks: {name}: {error}") from None
+                raise ConfigError(f"evaluation.tasks: {name}: {error}") from None
 
 
 class Tasks:
@@ -159,9 +160,9 @@ class Tasks:
                 that the model cannot answer, such as one longer than ``training.seq_len``.
             StorageError: its data cannot be fetched.
         """
-        self.config = config.validation
+        self.config = section_of(config, EvaluationConfig)
         self.harness = TrainingHarness(config, tokenizer, model)
-        self.loaded = on_all_ranks(lambda: load_tasks(config.validation), group)
+        self.loaded = on_all_ranks(lambda: load_tasks(section_of(config, EvaluationConfig)), group)
         limit = self.config.tasks_limit or None
         with same_random_numbers(model.device), redirect_stderr(io.StringIO()):
             check = RequestCheck(config, tokenizer, model)
@@ -203,8 +204,8 @@ def metric_name(key: str) -> str:
     return metric if filtered == "none" else f"{metric}_{filtered}"
 
 
-def load_tasks(config: ValidationConfig) -> Any:
-    """The tasks of ``validation.tasks`` with their data, as the harness's ``simple_evaluate`` prepares them."""
+def load_tasks(config: EvaluationConfig) -> Any:
+    """The tasks of ``evaluation.tasks`` with their data, as the harness's ``simple_evaluate`` prepares them."""
     from lm_eval.tasks import TaskManager
 
     try:
@@ -214,20 +215,20 @@ def load_tasks(config: ValidationConfig) -> Any:
             unknown = [task for task in config.tasks if task not in manager.all_tasks]
             if unknown:
                 raise ConfigError(
-                    f"validation.tasks: {', '.join(unknown)} are not tasks of lm-evaluation-harness; `lm-eval ls "
-                    "tasks` lists all, and validation.tasks_path names a folder with tasks of your own"
+                    f"evaluation.tasks: {', '.join(unknown)} are not tasks of lm-evaluation-harness; `lm-eval ls "
+                    "tasks` lists all, and evaluation.tasks_path names a folder with tasks of your own"
                 )
             loaded = manager.load(list(config.tasks))
     except OSError as error:  # of the hub, or a file of the data
-        raise task_data_error(error, "validation.tasks") from None
+        raise task_data_error(error, "evaluation.tasks") from None
     for name, task in loaded["tasks"].items():  # otherwise the harness rejects them at the first validation
         if getattr(task, "UNSAFE_CODE", False):
             raise ConfigError(
-                f"validation.tasks: {name} is marked as unsafe, because it runs code that the model writes; score a "
+                f"evaluation.tasks: {name} is marked as unsafe, because it runs code that the model writes; score a "
                 "checkpoint with torchtrain.evaluate --confirm_run_unsafe_code"
             )
         if getattr(task, "MULTIMODAL", False):
-            raise ConfigError(f"validation.tasks: {name} has images or sound, and the model reads only text; remove it")
+            raise ConfigError(f"evaluation.tasks: {name} has images or sound, and the model reads only text; remove it")
     for task in loaded["tasks"].values():
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)

@@ -1,16 +1,17 @@
-"""What ``[validation]`` lets a validation compute beside the loss: samples, and scores of tasks."""
+"""What ``[evaluation]`` lets a validation compute beside the loss: samples, and scores of tasks."""
 
 import importlib.util
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError
 from torchtrain.metrics.validation import ValidationContext, ValidationPart
+from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
 
 
 class SamplesFactory:
-    """Texts that the model generates for ``validation.prompts``."""
+    """Texts that the model generates for ``evaluation.prompts``."""
 
     @staticmethod
     def check(config: JobConfig, tokenizer: Tokenizer) -> None:
@@ -22,28 +23,29 @@ class SamplesFactory:
 
     @staticmethod
     def build(context: ValidationContext) -> ValidationPart | None:
-        config = context.config
-        return Samples(config, context.tokenizer, context.model) if config.validation.prompts else None
+        if not section_of(context.config, EvaluationConfig).prompts:
+            return None
+        return Samples(context.config, context.tokenizer, context.model)
 
 
 class TasksFactory:
-    """Scores of ``validation.tasks``, of lm-evaluation-harness."""
+    """Scores of ``evaluation.tasks``, of lm-evaluation-harness."""
 
     @staticmethod
     def check(config: JobConfig, tokenizer: Tokenizer) -> None:  # noqa: ARG004
-        if config.validation.tasks and importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError("validation.tasks need lm-evaluation-harness: pip install 'torchtrain[eval]'")
+        if section_of(config, EvaluationConfig).tasks and importlib.util.find_spec("lm_eval") is None:
+            raise ConfigError("evaluation.tasks need lm-evaluation-harness: pip install 'torchtrain[eval]'")
 
     @staticmethod
     def check_data(config: JobConfig) -> None:
-        if config.validation.tasks:
+        if section_of(config, EvaluationConfig).tasks:
             from torchtrain.plugins.evaluation.tasks import load_tasks  # imports lm-evaluation-harness
 
-            load_tasks(config.validation)
+            load_tasks(section_of(config, EvaluationConfig))
 
     @staticmethod
     def build(context: ValidationContext) -> ValidationPart | None:
-        if not context.config.validation.tasks:
+        if not section_of(context.config, EvaluationConfig).tasks:
             return None
         from torchtrain.plugins.evaluation.tasks import Tasks  # imports lm-evaluation-harness
 

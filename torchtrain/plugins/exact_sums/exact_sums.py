@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
@@ -26,6 +26,7 @@ from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.logging import logger
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
+from torchtrain.plugins.exact_sums.options import ExactSumsConfig
 from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
 
 HEADROOM_BITS = 6  # the largest summand may grow by this many bits from one step to the next
@@ -48,7 +49,7 @@ class ExactGradientReducer(GradientReducer):
         if mesh.replicas.connected:
             self.after_all_reduce = mesh.replicas.all_reduce
         self.param_dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
-        self.transport = config.parallelism.fsdp_exact_transport
+        self.transport = section_of(config, ExactSumsConfig).transport
         degrees = mesh.degrees
         # Upper bound on the summands of a gradient element, reached with one row per microbatch: of all rows, however
         # they are divided among ranks and replicas. Gradients of norms are also summed over tensor-parallel ranks.
@@ -161,7 +162,7 @@ class ExactSums(Stateful):
 class ExactReduceScatter(AllToAllReduceScatter):
     """Custom reduce-scatter for FSDP: takes gradients in ``dtype`` and returns exact sums in multiples of the spacing.
 
-    ``mesh`` has the dimensions (replicate, shard). ``transport`` is ``parallelism.fsdp_exact_transport``: "all_to_all"
+    ``mesh`` has the dimensions (replicate, shard). ``transport`` is ``exact_sums.transport``: "all_to_all"
     sends unrounded gradients and rounds them on the receiving rank; "ring" rounds first and sends 8 bytes per element.
     """
 

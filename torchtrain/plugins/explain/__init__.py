@@ -9,6 +9,9 @@ if TYPE_CHECKING:  # imports PyTorch
     from torchtrain.trainer import Trainer
 
 
+REQUIRES = ("torchtrain.plugins.report",)  # which a replay does not write
+
+
 @STEP_HOOKS.register("explain")
 def command_in_report(trainer: "Trainer") -> None:
     """The report of a bad step ends with the command that lists its documents. It needs no hook of its own."""

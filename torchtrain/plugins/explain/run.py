@@ -17,7 +17,6 @@ from torchtrain.config.parse import from_text, read_text
 from torchtrain.config.run_plan import RunPlan, plan_of
 from torchtrain.config.schema import (
     CheckpointConfig,
-    DebugConfig,
     JobConfig,
     MetricsConfig,
     ParallelismConfig,
@@ -30,6 +29,7 @@ from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.distributed.process_group import destroy_process_group, init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, DataError
 from torchtrain.files import is_url, names_in
+from torchtrain.plugins.report.options import ReportConfig
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,12 @@ def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
         checkpoint=CheckpointConfig(enable=False, initial_load_path=config.checkpoint.initial_load_path),
         # A bad step is skipped: a rollback of the run is a checkpoint that was saved after it.
         faults=replace(config.faults, on_nonfinite="skip", max_bad_steps=2**31, wall_clock_limit_minutes=0.0),
-        metrics=MetricsConfig(enable_tensorboard=False, enable_report=False),
+        metrics=MetricsConfig(enable_tensorboard=False),
         profiling=ProfilingConfig(),
-        debug=DebugConfig(),
-        plugins={name: section for name, section in config.plugins.items() if section.changes_run},
+        plugins={
+            **{name: section for name, section in config.plugins.items() if section.changes_run},
+            "report": ReportConfig(enable=False),
+        },
         stages=(),
     )
 
@@ -170,8 +172,7 @@ def _open_loader(plan: RunPlan, number: int, tokenizer: Tokenizer) -> DataLoader
         seed=training.seed,
         device=torch.device("cpu"),
         longest_seq_len=plan.longest_seq_len,
-        cache_folder=config.job.data_cache_folder,
-        cache_bytes=config.job.data_cache_gib * 2**30,
+        plugins=config.plugins,
     )
 
 

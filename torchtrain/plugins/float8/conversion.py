@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from torchtrain.config.schema import Float8Config, JobConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import module_in_block
 from torchtrain.models.spec import Decoder, DecoderConfig, matrix_shapes, spec_of
 from torchtrain.parallelisms.linear_conversion import LinearConversion
 from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, LinearStyles
+from torchtrain.plugins.float8.options import Float8Config
 
 MULTIPLE = 16  # float8 kernels require the sizes of weights and activations to be multiples of it
 
@@ -30,6 +31,10 @@ class Float8(LinearConversion):
         self.options = options
         self.emulate = emulate
 
+    @property
+    def label(self) -> str:
+        return f"float8 ({self.options.recipe})"
+
     def check(
         self,
         config: JobConfig,
@@ -38,7 +43,7 @@ class Float8(LinearConversion):
         tokens: int,
         capability: tuple[int, int] | None,
     ) -> None:
-        given = f"float8.recipe = {config.float8.recipe!r}"
+        given = f"float8.recipe = {self.options.recipe!r}"
         if capability is None or capability < (8, 9):
             found = "this is a CPU" if capability is None else "this one has {}.{}".format(*capability)
             raise ConfigError(

@@ -21,6 +21,7 @@ VALUES: dict[str, dict[Any, Any]] = {
     "optimizer.name": {"AdamW": "adamw"},
     "optimizer.implementation": {True: "fused", False: "foreach"},
     "parallelism.pipeline_parallel_schedule": {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
+    "metrics.writers": {True: ["wandb"], False: []},
     "float8.recipe": {True: "tensorwise", False: "none", "": "none", "dynamic": "tensorwise"},
 }
 C4 = {"name": "allenai/c4", "subset": "en"}
@@ -30,7 +31,12 @@ SMALL_DATASETS = ("c4_mini", "c4_test")  # files of torchtitan's repository
 # The number of layers of each pipeline stage, which torchtitan does not have as a list of numbers.
 BY_HAND = "parallelism.pipeline_parallel_layers_per_stage"
 # Sections whose defaults matter only if this option is on.
-SWITCHES = {"validation": "validation.enable", "float8": "float8.recipe", "checkpoint": "checkpoint.enable"}
+SWITCHES = {
+    "validation": "validation.enable",
+    "float8": "float8.recipe",
+    "checkpoint": "checkpoint.enable",
+    "huggingface": "huggingface.export",
+}
 # Defaults with another meaning, or of data that only torchtitan has.
 NOT_NEEDED = ("job.dump_folder", "job.description", "data.name", "parallelism.pipeline_parallel_microbatches", BY_HAND)
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import EXPORTERS, WEIGHT_FORMATS
+from torchtrain.config.registry import CONFIG_SECTIONS, EXPORTERS, WEIGHT_FORMATS
 from torchtrain.config.schema import JobConfig
 
 if TYPE_CHECKING:  # imports PyTorch
@@ -10,13 +10,17 @@ if TYPE_CHECKING:  # imports PyTorch
 
 REQUIRES = ("torchtrain.plugins.object_storage",)  # the target of a conversion may be in a bucket
 
+CONFIG_SECTIONS.add("huggingface", "torchtrain.plugins.huggingface.options:HuggingFaceConfig")
 WEIGHT_FORMATS.add("huggingface", "torchtrain.plugins.huggingface.weights:HUGGING_FACE_FOLDER")
 
 
 @EXPORTERS.register("huggingface")
 def exporter(config: JobConfig) -> "Exporter | None":
-    """The export at the end of a run, if ``checkpoint.last_save_in_hf``."""
-    if not config.checkpoint.last_save_in_hf:
+    """The export at the end of a run, if ``huggingface.export``."""
+    from torchtrain.config.schema import section_of
+    from torchtrain.plugins.huggingface.options import HuggingFaceConfig
+
+    if not section_of(config, HuggingFaceConfig).export:
         return None
     from torchtrain.plugins.huggingface.export import HuggingFaceExporter
 

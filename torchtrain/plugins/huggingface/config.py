@@ -23,7 +23,7 @@ def hf_format(model: DecoderConfig) -> HFFormat:
     if hf is None:
         raise ConfigError(
             f"model.name = {model.family!r} cannot be converted to Hugging Face's format: its ModelSpec has no hf "
-            "(docs/adding-a-model.md). Train it with checkpoint.last_save_in_hf = false, and convert it with "
+            "(docs/adding-a-model.md). Train it with huggingface.export = false, and convert it with "
             "--to torchtrain"
         )
     return hf

@@ -10,7 +10,7 @@ from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.agreement import on_rank0
 from torchtrain.distributed.process_group import set_timeout
 from torchtrain.errors import ConfigError
@@ -18,6 +18,7 @@ from torchtrain.files import MISSING, atomic_write, json_object, read_file, requ
 from torchtrain.logging import BestEffort, logger
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
+from torchtrain.plugins.huggingface.options import HuggingFaceConfig
 from torchtrain.plugins.huggingface.weights import require_exportable, save_hf
 
 ORIGIN = "hf_made_from.json"  # beside hf/, whose files depend only on the weights
@@ -25,18 +26,18 @@ EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidate
 
 
 class HuggingFaceExporter(Exporter):
-    """``checkpoint.last_save_in_hf``."""
+    """``huggingface.export``."""
 
     def check(self, config: JobConfig, model: DecoderConfig) -> None:
         folder = Path(config.job.dump_folder) / "hf"
         if folder.is_symlink():
             raise ConfigError(
-                f"{folder} is a link, and checkpoint.last_save_in_hf writes a folder of that name: remove or rename "
+                f"{folder} is a link, and huggingface.export writes a folder of that name: remove or rename "
                 "the link, or name another job.dump_folder"
             )
         if folder.exists():
-            require_folder(folder, f"{folder}, in whose place checkpoint.last_save_in_hf writes the export,")
-        require_exportable(model, config.checkpoint.export_dtype)
+            require_folder(folder, f"{folder}, in whose place huggingface.export writes the export,")
+        require_exportable(model, _options(config).export_dtype)
 
     def is_missing(self, config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
         """Whether ``hf/`` is missing, or was exported from a checkpoint other than that of ``step``, or with other
@@ -59,8 +60,8 @@ class HuggingFaceExporter(Exporter):
     def export(self, config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
         folder = Path(config.job.dump_folder) / "hf"
         set_timeout(EXPORT_SECONDS)
-        weights = checkpoint.states[STATES[config.checkpoint.export_weights]].state_dict()
-        save_hf(weights, folder, model, config.checkpoint.export_dtype, config.model.tokenizer_path, replace_old=True)
+        weights = checkpoint.states[STATES[_options(config).export_weights]].state_dict()
+        save_hf(weights, folder, model, _options(config).export_dtype, config.model.tokenizer_path, replace_old=True)
         logger.info("wrote %s", folder)
         if dist.get_rank() == 0 and config.checkpoint.enable:
             origin = json.dumps(_origin(config, step)).encode()
@@ -74,9 +75,12 @@ class HuggingFaceExporter(Exporter):
                 file.write(origin)
 
 
+def _options(config: JobConfig) -> HuggingFaceConfig:
+    return section_of(config, HuggingFaceConfig)
+
+
 def _origin(config: JobConfig, step: int) -> dict[str, str]:
     """Identifies an export: the hash of the manifest of its checkpoint, and the options of the export."""
     manifest = checkpoint_storage(config).open(step).read(MANIFEST)
-    checkpoint = config.checkpoint
-    options = {"weights": checkpoint.export_weights, "dtype": checkpoint.export_dtype}
+    options = {"weights": _options(config).export_weights, "dtype": _options(config).export_dtype}
     return {"manifest": xxhash.xxh3_128_hexdigest(manifest), **options}

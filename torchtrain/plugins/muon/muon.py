@@ -8,16 +8,17 @@ shards of the update back. Every layout computes the same update from the same n
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.config.schema import OptimizerConfig
+from torchtrain.config.schema import Count, Decay, OptimizerConfig, Section
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer, assign
@@ -86,8 +87,22 @@ def assign_owners(matrices: Sequence[Tensor], ranks: int, itemsize: int) -> list
     return buckets
 
 
+@dataclass(frozen=True)
+class MuonOptions(Section, name="optimizer.options.muon"):
+    """Options of Muon, [optimizer.options.muon]."""
+
+    momentum: Decay = 0.95
+    """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
+    iterations: Count = 5
+    """Newton-Schulz iterations by which Muon orthogonalizes a matrix."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """dtype of these iterations, and of what ranks send each other for them. auto: bfloat16, on a CPU float32."""
+
+
 class Muon(ShardedOptimizer):
     """Muon with owners: see the top of this file. ``step`` is collective over the ranks of the pipeline stage."""
+
+    Options = MuonOptions
 
     def __init__(self, groups: Sequence[ParameterGroup], config: OptimizerConfig, options: Any, mesh: Mesh | None):
         super().__init__(groups, config, options, mesh)
@@ -106,7 +121,7 @@ class Muon(ShardedOptimizer):
         # The device of communication and computation; with CPU offload the parameters are in CPU memory.
         device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.group_of)).device
         assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.group_of)
-        self.set_dtype(torch.bfloat16 if config.muon_dtype == "auto" else getattr(torch, config.muon_dtype), device)
+        self.set_dtype(torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype), device)
 
     def set_dtype(self, dtype: torch.dtype, device: torch.device) -> None:
         """Set the dtype in which matrices are exchanged and orthogonalized on ``device``, and assign their owners."""
@@ -114,7 +129,7 @@ class Muon(ShardedOptimizer):
         self.buckets = assign_owners(list(self.group_of), self.ranks, dtype.itemsize)
 
     def prepare_for_cpu(self) -> torch.dtype | None:
-        if self.config.muon_dtype == "auto":
+        if self.options.dtype == "auto":
             self.set_dtype(torch.float32, self.empty.device)
         return self.empty.dtype
 
@@ -147,7 +162,7 @@ class Muon(ShardedOptimizer):
             assert momenta is not None
             matrices = self._assemble(bucket[self.rank], momenta())
             momenta = None if next_bucket is None else self._gather(next_bucket, skip)  # frees what was received
-            updates = [orthogonalize(matrix, self.config.muon_iterations) for matrix in matrices]
+            updates = [orthogonalize(matrix, self.options.iterations) for matrix in matrices]
             if apply_previous is not None:
                 apply_previous()
             apply_previous = partial(self._apply, bucket, self._scatter(bucket, updates), skip)
@@ -170,7 +185,7 @@ class Muon(ShardedOptimizer):
 
     def _accumulate(self, parameter: Tensor, skip: Tensor | None) -> Tensor:
         """Update the momentum; returns this rank's shard of it, one step ahead (Nesterov)."""
-        momentum = self.config.muon_momentum
+        momentum: float = self.options.momentum
         assert parameter.grad is not None
         mean = local(self.state_of(parameter)["momentum_buffer"])
         # Each operation rounds once. A fused one would not where a shard's last elements do not fill a SIMD vector.

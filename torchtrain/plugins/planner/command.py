@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from torchtrain.cli import command
 from torchtrain.config.parse import parse, to_toml
-from torchtrain.config.registry import check_plugin_options
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.errors import ConfigError
@@ -41,7 +40,6 @@ def run(config: JobConfig) -> int:
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
     options = section_of(config, EstimateConfig)
-    check_plugin_options(config)
     if plan_of(config).part_name:
         return run_parts(config)
     if options.search:

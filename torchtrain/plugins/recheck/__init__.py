@@ -13,7 +13,7 @@ CONFIG_SECTIONS.add("recheck", "torchtrain.plugins.recheck.options:RecheckConfig
 @STEP_HOOKS.register("recheck")
 def recheck(trainer: "Trainer") -> None:
     """A check every ``recheck.interval`` steps."""
-    from torchtrain.config.schema import section_of
+    from torchtrain.config.schema import option_of_plugin, section_of
     from torchtrain.plugins.recheck.options import RecheckConfig
 
     options = section_of(trainer.config, RecheckConfig)
@@ -26,7 +26,7 @@ def recheck(trainer: "Trainer") -> None:
         trainer.train_step,
         trainer.gloo_group,
         trainer.metrics.record_event,
-        skipped_steps=trainer.config.debug.fingerprint_steps,
+        skipped_steps=option_of_plugin(trainer.config, "comparison.fingerprint_steps") or (),
     )
     # Before all other hooks, so that none of them has begun to observe the step when a microbatch is repeated.
     trainer.train_step.hooks.all.insert(0, hook)

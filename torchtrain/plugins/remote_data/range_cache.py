@@ -16,9 +16,11 @@ from pathlib import Path
 
 import xxhash
 
+from torchtrain.config.schema import section_of
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.files import atomic_write, open_lock_file, require_folder
 from torchtrain.logging import logger
+from torchtrain.plugins.remote_data.options import RemoteDataConfig
 
 _HASH_BYTES = 16
 _DISK_BLOCK_BYTES = 4096  # a file takes a multiple of it
@@ -31,7 +33,8 @@ _SEGMENT_BLOCKS = 2**16  # 64 MiB
 
 def cache_of(context: SourceContext) -> "RangeCache | None":
     """The cache that ``context`` asks for. Raises as ``RangeCache`` does."""
-    return RangeCache(context.cache_folder, context.cache_bytes) if context.cache_folder else None
+    options = section_of(context, RemoteDataConfig)
+    return RangeCache(options.cache_folder, options.cache_gib * 2**30) if options.cache_folder else None
 
 
 class RangeCache:
@@ -47,7 +50,7 @@ class RangeCache:
 
     def __init__(self, folder: str | Path, limit_bytes: float) -> None:
         self._folder = Path(folder) / "torchtrain-ranges"  # the folder of the user may contain other files
-        require_folder(self._folder, f"job.data_cache_folder = {str(folder)!r}")
+        require_folder(self._folder, f"remote_data.cache_folder = {str(folder)!r}")
         self._limit_bytes = limit_bytes
         # All processes of the node together write this much before one of them removes old entries.
         self._unchecked_limit_bytes = limit_bytes / 8 / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -152,7 +155,7 @@ class RangeCache:
         size = _size_on_disk(size)
         if size > self._unchecked_limit_bytes:
             self._warn_once(
-                "job.data_cache_gib is too low to keep ranges of %.0f MiB, which are read from the store again: "
+                "remote_data.cache_gib is too low to keep ranges of %.0f MiB, which are read from the store again: "
                 "raise it to %.3g",
                 size / 2**20,
                 size / self._unchecked_limit_bytes * self._limit_bytes / 2**30,

@@ -3,7 +3,7 @@
 from importlib.util import find_spec
 
 from torchtrain.config.registry import EXPORTERS
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, option_of_plugin
 from torchtrain.errors import ConfigError
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
@@ -26,6 +26,10 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
             f"training.sums = {config.training.sums!r} rounds sums in an order that depends on the living replicas: "
             "with replicas.lighthouse set training.sums = 'exact'"
         )
+    of_plugins = (
+        *("diagnostics.enable_loss_by_source", "diagnostics.norms_freq", "recheck.interval"),
+        "comparison.fingerprint_steps",
+    )
     for is_set, option in (
         (
             config.stages or config.training.global_batch_size_schedule,
@@ -34,15 +38,12 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
         (any(source.source_type in STREAMED for source in config.data.all), "streamed data (by URL, or from the hub)"),
         (config.data.when_exhausted != "repeat", "data.when_exhausted = 'stop'"),
         (config.faults.on_nonfinite == "rollback", "faults.on_nonfinite = 'rollback'"),
-        (config.metrics.enable_loss_by_source, "metrics.enable_loss_by_source"),
-        (config.metrics.norms_freq, "metrics.norms_freq"),
         (config.checkpoint.keep_best_k, "checkpoint.keep_best_k"),
-        (getattr(config.plugins.get("recheck"), "interval", 0), "recheck.interval"),
-        (config.debug.fingerprint_steps, "debug.fingerprint_steps"),
         (config.training.enable_cpu_offload, "training.enable_cpu_offload"),
+        *((option_of_plugin(config, name), name) for name in of_plugins),
         (
             any(EXPORTERS[name](config) is not None for name in EXPORTERS),
-            "an export at the end (checkpoint.last_save_in_hf)",
+            "an export at the end (huggingface.export)",
         ),
     ):
         if is_set:

@@ -2,17 +2,22 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import STEP_HOOKS
+from torchtrain.config.registry import CONFIG_SECTIONS, STEP_HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch
     from torchtrain.metrics.step_hook import StepHook
     from torchtrain.trainer import Trainer
 
+CONFIG_SECTIONS.add("report", "torchtrain.plugins.report.options:ReportConfig")
+
 
 @STEP_HOOKS.register("report")
 def report(trainer: "Trainer") -> "StepHook | None":
-    """The report, if ``metrics.enable_report``."""
-    if not trainer.config.metrics.enable_report:
+    """The report, if ``report.enable``."""
+    from torchtrain.config.schema import section_of
+    from torchtrain.plugins.report.options import ReportConfig
+
+    if not section_of(trainer.config, ReportConfig).enable:
         return None
     from torchtrain.plugins.report.report import ReportWriter
 

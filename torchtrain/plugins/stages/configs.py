@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from torchtrain.config.parse import BATCH_SCHEDULE, from_toml, option_of_value
+from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import SAME_NUMBER, DataConfig, JobConfig, SourceConfig, flat, section_types, to_dict
 from torchtrain.config.tokens import UNITS
 from torchtrain.errors import ConfigError
@@ -21,10 +22,10 @@ SOURCE_KEYS = ("path", "name", "type", "sources")
 """Options of [data] and [validation] that name data: a table that sets one of them replaces the others."""
 MAY_DIFFER = {
     *("data", "validation", "training", "optimizer", "lr_scheduler", "ema", "parallelism", "activation_checkpoint"),
-    *("compile", "float8", "model.shape.rope_theta", "model.shape.rope_scaling", "model.shape.max_position_embeddings"),
+    *("compile", "model.shape.rope_theta", "model.shape.rope_scaling", "model.shape.max_position_embeddings"),
     *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.interval_minutes"),
     *("checkpoint.keep_latest_k", "checkpoint.keep_every", "checkpoint.keep_best_k"),
-    *("metrics.log_freq", "debug", "profiling"),
+    *("metrics.log_freq", "profiling"),
 }
 MUST_NOT_DIFFER = {
     "model": (
@@ -134,8 +135,16 @@ def _problems(config: JobConfig, number: int, resolved: bool) -> Iterable[str]:
         else:
             section = option.split(".")[0]
             is_known = section in section_types()
-            if is_known and not any(prefix in MAY_DIFFER for prefix in _prefixes(option)):
+            if is_known and not _may_differ(option):
                 yield f"{label}: {option} must not differ between stages: it is an option of the whole run"
+
+
+def _may_differ(option: str) -> bool:
+    """Whether stages may have different values of ``option``."""
+    section = option.split(".")[0]
+    if section in CONFIG_SECTIONS:
+        return bool(CONFIG_SECTIONS[section].may_differ_between_parts)
+    return any(prefix in MAY_DIFFER for prefix in _prefixes(option))
 
 
 def _prefixes(option: str) -> list[str]:

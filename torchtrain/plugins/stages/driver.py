@@ -291,7 +291,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
     """Open and close the sources that only later stages read, so that missing data are an error at the start.
 
     ``stages``: that of ``trainer``, then the later ones. Files are converted where that is necessary, and datasets of
-    the Hugging Face hub are not downloaded. So are the tasks of ``validation.tasks``. Collective.
+    the Hugging Face hub are not downloaded. So are the tasks of ``evaluation.tasks``. Collective.
 
     Raises:
         ConfigError, DataError: see ``build_dataloader``. The message names the stage.

@@ -3,12 +3,28 @@
 import importlib.util
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from torchtrain.config.parse import from_toml
+from torchtrain.config.schema import Section
 from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.writers import MetricsWriter, WriterContext, grouped, hyperparameters
+
+
+@dataclass(frozen=True)
+class WandbOptions(Section, name="metrics.options.wandb"):
+    """Options of the writer, [metrics.options.wandb]."""
+
+    project: str = "torchtrain"
+    """Project name in Weights & Biases."""
+
+
+def own_options(table: Mapping[str, Any]) -> WandbOptions:
+    """The options in ``table``. Raises ConfigError for unknown keys and wrong types."""
+    return from_toml(WandbOptions, dict(table), "metrics.options.wandb.")
 
 
 class WeightsAndBiases(MetricsWriter):
@@ -21,9 +37,10 @@ class WeightsAndBiases(MetricsWriter):
     label = "Weights & Biases"
 
     @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:  # noqa: ARG003
+    def check(cls, options: Mapping[str, Any]) -> None:
+        own_options(options)
         if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("metrics.enable_wandb = true needs the package wandb: pip install 'torchtrain[wandb]'")
+            raise ConfigError("metrics.writers = ['wandb'] needs the package wandb: pip install 'torchtrain[wandb]'")
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
@@ -48,7 +65,7 @@ class WeightsAndBiases(MetricsWriter):
 
         context, name = self.context, self.context.folder.resolve().name
         return wandb.init(
-            project=context.config.wandb_project,
+            project=own_options(context.options).project,
             name=f"{name}{after}",
             group=f"{name}-{context.run[:8]}" if context.run else None,
             id=run_id,

@@ -1,0 +1,19 @@
+"""The section [remote_data]."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from torchtrain.config.schema import LocalPath, Section, at_least
+
+
+@dataclass(frozen=True)
+class RemoteDataConfig(Section, name="remote_data"):
+    """Local cache of data that are read by URL."""
+
+    changes_run = False
+
+    cache_folder: LocalPath = ""
+    """Folder on a local disk that keeps what is read of data.path and validation.path by URL, for later epochs,
+    validations and runs; the processes of a node share it. Empty: no cache."""
+    cache_gib: Annotated[float, at_least(1)] = 100.0
+    """Maximum size of the cache in GiB; the entries that were not used for the longest time are removed."""

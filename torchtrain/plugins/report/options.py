@@ -1,0 +1,15 @@
+"""The section [report]."""
+
+from dataclasses import dataclass
+
+from torchtrain.config.schema import Section
+
+
+@dataclass(frozen=True)
+class ReportConfig(Section, name="report"):
+    """The report at the end of a run."""
+
+    changes_run = False
+
+    enable: bool = True
+    """At the end of the run, write report.md to the dump folder: results and curves."""
