@@ -23,7 +23,15 @@ def accuracies(folder: Path, module: Path, ranks: int, *options: str) -> list[fl
     text.write_text("aaaa bbbb aaaa bbbb cccc " * 40)
     training = ["--training.steps=8", "--checkpoint.no-enable", "--training.global_batch_size=4"]
     validation = ["--validation.enable", f"--validation.path={text}", "--validation.interval=4"]
-    options = (*training, *validation, f"--data.path={text}", "--job.import", "accuracy", *options)
+    options = (
+        *training,
+        *validation,
+        f"--data.path={text}",
+        "--job.import",
+        "accuracy",
+        "--accuracy.top_k=1",
+        *options,
+    )
     finish(folder, *options, ranks=ranks, hook=partial(use_modules_of, module), shape=SHAPE)
     return [line["validation_accuracy"] for line in read_metrics(folder) if "validation_accuracy" in line]
 

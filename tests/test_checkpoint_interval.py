@@ -27,7 +27,7 @@ from torchtrain.config.schema import (
     TrainingConfig,
 )
 from torchtrain.errors import ConfigError
-from torchtrain.fault_tolerance import nonfinite_guard
+from torchtrain.fault_tolerance import step_check
 from torchtrain.logging import logger
 from torchtrain.metrics import run_description
 from torchtrain.models.model_config import flavor_config
@@ -108,7 +108,7 @@ def test_save_that_is_due_at_a_nonfinite_step_is_made_after_the_rollback(tmp_pat
 
 
 def long_steps() -> None:
-    nonfinite_guard.LONG_STEP_SECONDS = 0.0
+    step_check.LONG_STEP_SECONDS = 0.0
 
 
 def test_long_steps_are_saved_without_waiting_for_the_next_step(tmp_path: Path) -> None:

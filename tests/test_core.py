@@ -214,6 +214,7 @@ from torchtrain.datasets.data_source import FolderFormat
 from torchtrain.datasets.local_files import open_files
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import local
+from torchtrain.metrics.validation import ValidationPartFactory
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.metrics.writers import MetricsWriter
 from torchtrain.models.llama.specs import LLAMA3
@@ -271,13 +272,7 @@ def counter(trainer):
     return Counter(Path(trainer.config.job.dump_folder, "steps.txt"))
 
 @registry.VALIDATION_PARTS.register("answer")
-class Answer:
-    @staticmethod
-    def check(config, tokenizer):
-        pass
-    @staticmethod
-    def check_data(config):
-        pass
+class Answer(ValidationPartFactory):
     @staticmethod
     def build(context):
         answer = float(section_of(context.config, ExampleConfig).answer)
@@ -475,6 +470,7 @@ def test_run_of_a_plugin_resumes_without_it(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(CheckpointError, match=r"example.size = None \(checkpoint: 5\)") as error:
         check_resume_compatibility(saved, current, ())
     assert "checkpoint.allow_changes = ['example.size']" in str(error.value)
+    assert "[example] is of a plugin that is not installed here: install it" in str(error.value)
     allowed = parse(["--checkpoint.allow_changes", "example.size"]).checkpoint.allow_changes
     assert check_resume_compatibility(saved, current, allowed)
     # Options of a command that is not installed do not change a run.

@@ -386,7 +386,8 @@ def test_a_rank_that_cannot_write_a_folder_ends_all_ranks_with_one_message(tmp_p
         (tmp_path / f"{rank}").mkdir()
         write_jsonl(tmp_path / f"{rank}" / "text.jsonl", DOCUMENTS)
     (tmp_path / "1/used").write_text("a file")
-    options = ("--data.path", "text.jsonl", f"--{option}", "used")
+    path = (tmp_path / "0/text.jsonl").as_uri() if option == "remote_data.cache_folder" else "text.jsonl"
+    options = ("--data.path", path, f"--{option}", "used")
     run = ForkedRun(tmp_path / "run", *options, hook=partial(own_folder, tmp_path))
     assert run.wait() == [2, 2], run.output()
     assert run.output().count("error:") == 1, run.output()

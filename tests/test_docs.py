@@ -68,6 +68,7 @@ LISTED = {
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",
     "pip install -e .": "needs a package index; run by .ci/run",
+    "pip install --target site .": "needs a package index; test_core.py installs a wheel",
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
     "python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml": "needs a config of torchtitan; "

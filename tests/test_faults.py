@@ -436,9 +436,9 @@ def test_grace_period_after_a_slurm_warning_lasts_until_the_job_limit(
 
 
 def treat_all_steps_as_long() -> Any:
-    from torchtrain.fault_tolerance import nonfinite_guard
+    from torchtrain.fault_tolerance import step_check
 
-    return patch.object(nonfinite_guard, "LONG_STEP_SECONDS", 0.0)
+    return patch.object(step_check, "LONG_STEP_SECONDS", 0.0)
 
 
 def test_stop_is_agreed_on_in_the_same_step_if_steps_are_long(tmp_path: Path, uninterrupted: Path) -> None:

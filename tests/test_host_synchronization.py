@@ -17,7 +17,7 @@ from forked_run import finish
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.metrics.profiler import Profiler
 
 ROOT = Path(__file__).parent.parent
@@ -69,8 +69,8 @@ def count_waits() -> Iterator[None]:
         patch.object(torch.Tensor, "tolist", counts.counting(torch.Tensor.tolist)),
         patch.object(torch.Tensor, "numpy", counts.counting(torch.Tensor.numpy)),
         patch.object(torch.Tensor, "cpu", counts.counting(torch.Tensor.cpu)),
-        # The guard reads the ready result of the previous step; what the loader reads was never on the device.
-        patch.object(NonFiniteGuard, "wait", counts.without_counting(NonFiniteGuard.wait)),
+        # The check reads the ready result of the previous step; what the loader reads was never on the device.
+        patch.object(StepCheck, "wait", counts.without_counting(StepCheck.wait)),
         patch.object(DataLoader, "__next__", counts.without_counting(DataLoader.__next__)),
         patch.object(Profiler, "step", lambda *_: counts.end_step()),
         counts,

@@ -70,3 +70,27 @@ def test_picture_is_drawn_from_the_imports() -> None:
 def test_implied_arrows_are_omitted() -> None:
     graph = {"a": set(), "b": {"a"}, "c": {"a", "b"}, "d": {"a", "c"}}
     assert without_implied(graph) == {"a": set(), "b": {"a"}, "c": {"b"}, "d": {"c"}}
+
+
+# Where the core knows a plugin by a word of it: documentation of options that select it, and names of files.
+KNOWN_PLUGINS = {
+    "muon": {"config/schema.py", "metrics/run_description.py"},
+    "float8": {
+        "distributed/mesh.py",
+        "parallelisms/async_tensor_parallel.py",
+        "parallelisms/linear_conversion.py",
+        "trainer.py",
+    },
+    "wandb": {"checkpoint/outputs.py", "config/schema.py", "metrics/writers.py"},
+    "fingerprint": {"metrics/writers.py"},
+    **{word: set() for word in ("straggler", "lm_eval", "lighthouse", "torchft", "recheck", "s3fs", "kubernetes")},
+}
+
+
+@pytest.mark.parametrize("word", KNOWN_PLUGINS)
+def test_core_does_not_know_plugins(word: str) -> None:
+    """Only the registries name plugins, for messages; a plugin enters by them."""
+    core = [path for path in FILES if "plugins" not in path.relative_to(ROOT).parts]
+    names = {path.relative_to(ROOT / "torchtrain").as_posix(): path.read_text(encoding="utf-8") for path in core}
+    del names["config/registry.py"]
+    assert {name for name, text in names.items() if word in text.lower()} == KNOWN_PLUGINS[word]

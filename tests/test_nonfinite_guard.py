@@ -12,6 +12,7 @@ from torch import nn
 from torchtrain.config.schema import FaultsConfig, OptimizerConfig
 from torchtrain.errors import FaultError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.loss import TokenLoss
 from torchtrain.optimizers.groups import build_optimizer
@@ -19,17 +20,13 @@ from torchtrain.optimizers.groups import build_optimizer
 
 def check_steps(faults: FaultsConfig, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:
     events: list[Any] = []
-    guard = NonFiniteGuard(
-        faults,
-        cast(StopRequest, NoStop()),
-        SpikeDetector(faults, torch.device("cpu")),
-        lambda step, event, values: events.append((step, event, values["problem"])),
-    )
+    guard = NonFiniteGuard(faults, lambda step, event, values: events.append((step, event, values["problem"])))
+    check = StepCheck(guard, SpikeDetector(faults, torch.device("cpu")), cast(StopRequest, NoStop()))
     skipped = []
     for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), start=1):
         tokens = torch.tensor(4)
-        skipped.append(bool(guard.check(step, TokenLoss(torch.tensor(loss) * 4, tokens), torch.tensor(norm))))
-    guard.wait()
+        skipped.append(bool(check(step, TokenLoss(torch.tensor(loss) * 4, tokens), torch.tensor(norm))))
+    check.wait()
     return skipped, events
 
 
@@ -106,15 +103,15 @@ def test_skipped_update_leaves_parameters_and_optimizer_state_unchanged(
 
 def roll_back_three_times(steps: list[tuple[int, float]], wait: bool) -> None:
     faults = FaultsConfig(on_nonfinite="rollback", max_bad_steps=1)
-    window = SpikeDetector(faults, torch.device("cpu"))
-    guard = NonFiniteGuard(faults, cast(StopRequest, NoStop()), window, lambda *_: None)
+    guard = NonFiniteGuard(faults, lambda *_: None)
+    check = StepCheck(guard, SpikeDetector(faults, torch.device("cpu")), cast(StopRequest, NoStop()))
     for _ in range(3):
         for step, loss in steps:
-            guard.check(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))
+            check(step, TokenLoss(torch.tensor(loss) * 4, torch.tensor(4)), torch.tensor(1.0))
         if wait:
-            guard.wait()
+            check.wait()
         assert guard.must_roll_back_before == 5
-        guard.reset()
+        check.reset()
 
 
 @pytest.mark.parametrize(

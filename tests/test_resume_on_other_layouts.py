@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from parity import TINY, default_guard, global_mean, use_existing_process_group
+from parity import TINY, default_check, global_mean, use_existing_process_group
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.local_storage import LocalStorage
@@ -73,7 +73,7 @@ def train(config: JobConfig, shape: TransformerConfig) -> RankResult:
         trainer.train_step.microbatches,
         trainer.optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST),
-        default_guard(config),
+        default_check(config),
         max_norm=config.training.max_norm,
         before_update=trainer.checkpointer.before_update,
         ema=trainer.ema,

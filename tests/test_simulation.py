@@ -24,17 +24,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtrain.config.schema import EMAConfig
-from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.models.llama.model import FeedForward, attend
 from torchtrain.optimizers import ema
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
-    attention_for_generation,
     choose_attention_backend,
 )
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
+from torchtrain.plugins.evaluation.generation import attention_for_generation
 from torchtrain.plugins.planner import simulation
 from torchtrain.trainer import TrainStep
 
@@ -458,8 +458,8 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
     def swapped(step: TrainStep, number: int, loss: Any) -> Tensor:
         if dist.get_rank() < 4:
             return update(step, number, loss)
-        skip = step.guard.check(number, loss, torch.zeros((), device=loss.total.device))
-        with patch.object(NonFiniteGuard, "check", lambda *_: skip):
+        skip = step.step_check(number, loss, torch.zeros((), device=loss.total.device))
+        with patch.object(StepCheck, "__call__", lambda *_: skip):
             return update(step, number, loss)
 
     return patch.object(TrainStep, "clip_and_update", swapped)

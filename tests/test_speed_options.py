@@ -48,13 +48,13 @@ from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
-    attention_for_generation,
     check_attention_backend,
     choose_attention_backend,
 )
 from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.evaluation.generation import attention_for_generation
 from torchtrain.plugins.float8.conversion import Float8
 from torchtrain.plugins.float8.options import Float8Config
 from torchtrain.trainer import Trainer

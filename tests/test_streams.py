@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 from torchtrain.checkpoint.states import Stager
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.muon import muon
 
@@ -298,14 +298,14 @@ def wait_for_copies_at_once() -> Iterator[None]:
 
 
 @contextmanager
-def guard_that_reads_without_waiting() -> Iterator[None]:
-    wait = NonFiniteGuard.wait
+def check_that_reads_without_waiting() -> Iterator[None]:
+    wait = StepCheck.wait
 
-    def wait_for_nothing(guard: NonFiniteGuard) -> None:
+    def wait_for_nothing(check: StepCheck) -> None:
         with patch.object(fake_cuda.Event, "synchronize", lambda _: None):
-            wait(guard)
+            wait(check)
 
-    with patch.object(NonFiniteGuard, "wait", wait_for_nothing):
+    with patch.object(StepCheck, "wait", wait_for_nothing):
         yield
 
 
@@ -340,7 +340,7 @@ TRAINER_FAULTS: dict[Fault, str] = {
         "_fused_adamw_ on default stream of cuda:1 is not ordered after copy_ on stream 1 of cuda:1"
     ),
     save_without_waiting_for_the_copy: "save on thread save is not ordered after copy_ on stream 1 of cuda:1",
-    guard_that_reads_without_waiting: (
+    check_that_reads_without_waiting: (
         "tolist on thread MainThread is not ordered after _to_copy on default stream of cuda:1"
     ),
     unpinned_batches: "_to_copy from unpinned memory in microbatches.<genexpr>",
@@ -351,7 +351,7 @@ TRAINER_FAULTS: dict[Fault, str] = {
 
 # Planted into the same run are faults that do not hide each other: where the host waits, much is ordered.
 FAULTS_OF_RUNS: list[list[Fault]] = [
-    [copy_without_waiting_for_the_update, thread_without_a_device, guard_that_reads_without_waiting],
+    [copy_without_waiting_for_the_update, thread_without_a_device, check_that_reads_without_waiting],
     [update_without_waiting_for_the_copy, save_without_waiting_for_the_copy, unpinned_batches],
     [batches_that_are_waited_for],
 ]
@@ -396,7 +396,7 @@ FIRST_MESSAGE = "_to_copy from memory without non_blocking in pipeline_llama._ge
 # With CPU offload the host makes the update, and needs the norm of the gradient.
 EXPECTED_WITH_OFFLOAD = {
     f"_to_copy from memory without non_blocking in {function}"
-    for function in ("clipping.clip_grad_norm", "nonfinite_guard.check")
+    for function in ("clipping.clip_grad_norm", "step_check.__call__")
 }
 
 

@@ -2,12 +2,14 @@
 
 import io
 import math
+import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, patch
 
 import numpy as np
 import pytest
@@ -343,3 +345,33 @@ def test_run_ends_at_the_end_of_the_data(tmp_path: Path) -> None:
     assert run.wait() == [2, 2]
     assert "error: the data do not fill one batch" in run.output()
     assert not (tmp_path / "none/hf").exists()
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"validation_x": torch.tensor(1.5)}, "'mist' returned a Tensor as validation_x: give a number"),
+        ({"validation_samples": "text"}, "'mist' returned a str as validation_samples"),
+        ({"validation_loss": 1.0}, "'mist' returned validation_loss: begin names with validation_, each its own"),
+        ({"mine": 1.0}, "'mist' returned mine: begin names with validation_"),
+    ],
+)
+def test_wrong_results_of_a_part_are_rejected(found: dict[str, Any], message: str) -> None:
+    """Otherwise the line of the validation is lost, or the loss in it is another number."""
+    validator = Validator(
+        ValidationConfig(),
+        {},
+        MagicMock(),
+        MagicMock(),
+        MagicMock(),
+        must_stop=lambda: False,
+        watch=lambda _: nullcontext(),
+        parts={"mist": lambda *_: found},
+    )
+    with (
+        patch.object(Validator, "_sums", lambda *_: torch.ones(3)),
+        patch.object(validator, "loaders", {"text": MagicMock()}),
+        patch.object(validator, "beginnings", {"text": {}}),
+        pytest.raises(TypeError, match=re.escape(message)),
+    ):
+        validator.maybe_run(1, last=True)

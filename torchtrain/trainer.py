@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.other_formats import Exporter
-from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point, newest_config
+from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
+from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
-from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, checkpoint_storage
+from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import (
     check_same_architecture,
     find_weights,
@@ -58,6 +59,7 @@ from torchtrain.distributed.process_group import (
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError, FaultError, StoppedError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
 from torchtrain.files import atomic_write, require_folder
@@ -125,27 +127,34 @@ class Trainer:
 
         # Resolve and check the config before process-group initialization, so that a mistake in it is reported
         # within seconds, on any number of ranks.
-        resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size())
-        check_config(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer)
+        require_choice(config)
+        self.saved = SavedRun(config)
+        resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size(), self.saved)
+        check_config(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer, self.saved)
         self.init_process_groups(resolved, rendezvous)
 
         # From here on the config includes what may change in the course of a run, such as a revision of the data.
-        self.config = on_rank0(partial(with_pinned_data, resolved), self.gloo_group)
+        self.config = on_rank0(partial(with_pinned_data, resolved, self.saved), self.gloo_group)
+        self.config_toml = to_toml(self.config)
         self.plan = plan_of(self.config)
         self.folder = Path(self.config.job.dump_folder)
         self.dataloader, self.validation_loaders = build_loaders(
             self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
         )
-        require_choice(config)
-        storage = self.require_access()
-        config_toml = to_toml(self.config)
-        resume_point = self.build_model(storage, config_toml, held)
-        self.build_optimizer()
-        self.resume_from(storage, resume_point, config_toml)
-        self.build_step(config_toml)
+        self.require_access()
+
+        self.build_model()
+        resume_point = self.find_resume_point(held)
+        self.init_or_load_weights(resume_point.step)
+        self.build_optimizer()  # after to_empty, which replaces parameters
+        self.build_checkpointer(resume_point)
+        self.step = self.start_step = self.load_checkpoint()
+        # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
+        set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
+        self.build_step()
 
     def init_process_groups(self, config: JobConfig, rendezvous: Rendezvous | None) -> None:
-        """The device mesh, whose dimensions are those along which ranks communicate, and a gloo group of all ranks."""
+        """Build the ``mesh``, whose dimensions are those along which ranks communicate, and a ``gloo_group`` of all."""
         # Of a run of several parts also "auto", which undoes the choice of the part before.
         if config.training.attention_backend != "auto" or plan_of(config).part_name:
             choose_attention_backend(config.training.attention_backend)
@@ -156,37 +165,38 @@ class Trainer:
         self.mesh = Mesh(self.device, self.parallel_dims, self.build_replicas(config))
         self.gloo_group = gloo_group(self.device, config.comm.init_timeout_seconds)
 
-    def require_access(self) -> CheckpointStorage:
-        """Raise an error if the folders cannot be written. Returns the storage of the checkpoints."""
+    def require_access(self) -> None:
+        """Open the ``storage`` of the checkpoints. Raise an error if it or the dump folder cannot be written."""
         # After the checks of the config and the data, so that a rejected run leaves no folder behind.
         label = f"job.dump_folder = {self.config.job.dump_folder!r}"
         on_all_ranks(partial(require_folder, self.folder, label), self.gloo_group)
-        storage = checkpoint_storage(self.config)
+        self.storage = checkpoint_storage(self.config)
         if self.config.checkpoint.enable:
             # Nodes may have different credentials.
-            on_all_ranks(lambda: storage.check_access() if env_int("LOCAL_RANK", 0) == 0 else None, self.gloo_group)
-        return storage
+            is_first_of_node = env_int("LOCAL_RANK", 0) == 0
+            on_all_ranks(lambda: self.storage.check_access() if is_first_of_node else None, self.gloo_group)
 
-    def build_model(self, storage: CheckpointStorage, config_toml: str, held: HeldLease | None) -> ResumePoint:
-        """The model, and its weights unless they are those of the checkpoint to resume from, which is returned."""
+    def build_model(self) -> None:
+        """Build the parallelized ``model``, whose parameters have memory and no values yet."""
         # On the meta device, parallelized, then to_empty.
         build = build_cpu_model if self.device.type == "cpu" else build_parallel_model
         self.model = build(self.model_config, self.mesh, self.device, self.config)
         self.linear_conversion = linear_conversion(self.config)
-        resume_point = find_resume_point(
+
+    def find_resume_point(self, held: HeldLease | None) -> ResumePoint:
+        """Select the checkpoint to resume from, and acquire the writer lease."""
+        return find_resume_point(
             self.config.checkpoint,
-            storage,
-            config_toml,
+            self.storage,
+            self.config_toml,
             lambda: self.dataloader.identity,
             held,
             data_files=lambda: [source.file_table() for source in self.dataloader.sources],
             takes_lease=self.takes_lease,
         )
-        self.init_or_load_weights(resume_point.step)
-        return resume_point
 
     def build_optimizer(self) -> None:
-        """The optimizer, its schedule, and what else follows the weights. After to_empty, which replaces parameters."""
+        """Build the ``optimizer``, its ``schedule``, and what else follows the weights."""
         config, model_parts = self.config, self.model.model_parts
         self.optimizer = build_optimizer(model_parts, config.optimizer, self.mesh, self.model_config)
         if self.device.type == "cpu":
@@ -201,26 +211,37 @@ class Trainer:
         if self.ema is not None:
             self.ema.after_swap = self.weights_changed
 
-    def resume_from(self, storage: CheckpointStorage, resume_point: ResumePoint, config_toml: str) -> None:
-        """The checkpoint manager, and all state that the next step depends on, from a checkpoint if there is one."""
-        config = self.config
+    def build_checkpointer(self, resume_point: ResumePoint) -> None:
+        """Build the ``checkpointer``, which saves and loads all state that the next step depends on."""
         self.checkpointer = CheckpointManager(
-            *(config.checkpoint, storage, self.states(), config_toml, resume_point, self.stop, self.folder),
+            self.config.checkpoint,
+            self.storage,
+            self.states(),
+            self.config_toml,
+            resume_point,
+            self.stop,
+            self.folder,
             step_group=self.gloo_group,
             validation_losses=partial(validation_losses, self.folder),
         )
-        self.step = self.start_step = self.resume()
-        # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
-        set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
-    def build_step(self, config_toml: str) -> None:
-        """The training step and what accompanies it: metrics, the watchdog, the guard, validation, profiling, hooks."""
+    def load_checkpoint(self) -> int:
+        """Load the checkpoint to resume from; returns its step, 0 in a new run."""
+        return self.checkpointer.resume() or 0
+
+    def build_step(self) -> None:
+        """Build ``train_step`` and what accompanies it: metrics, watchdog, guard, validation, profiling, hooks."""
         config, device = self.config, self.device
         self.description = describe_run(
-            *(config, self.model_config, device, self.parallel_dims, self.dataloader.sources, self.tokenizer),
+            config,
+            self.model_config,
+            device,
+            self.parallel_dims,
+            self.dataloader.sources,
+            self.tokenizer,
             self.start_step,
         )
-        self.metrics = self.build_metrics(config_toml)
+        self.metrics = self.build_metrics()
         self.watchdog = Watchdog(
             self.folder / "hangs",
             rank(),
@@ -229,11 +250,11 @@ class Trainer:
             doing=self.checkpointer.status,
             synchronize=partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None,
         )
-        self.guard = NonFiniteGuard(
-            config.faults,
-            self.stop,
+        self.guard = NonFiniteGuard(config.faults, self.metrics.record_event)
+        self.step_check = StepCheck(
+            self.guard,
             self.spikes,
-            self.metrics.record_event,
+            self.stop,
             self.checkpointer.clock,
             needs_result=lambda step: step == config.training.steps or self.checkpointer.is_due(step),
         )
@@ -245,7 +266,7 @@ class Trainer:
             microbatches,
             self.optimizer,
             self.schedule,
-            self.guard,
+            self.step_check,
             max_norm=config.training.max_norm,
             before_update=self.checkpointer.before_update,
             ema=self.ema,
@@ -261,11 +282,7 @@ class Trainer:
         """What connects this job with other replicas: here nothing."""
         return Replicas()
 
-    def resume(self) -> int:
-        """Load the checkpoint to resume from; returns its step, 0 in a new run."""
-        return self.checkpointer.resume() or 0
-
-    def build_metrics(self, config_toml: str) -> MetricsRecorder:
+    def build_metrics(self) -> MetricsRecorder:
         """The recorder of metrics, which is opened when training begins."""
         config, device = self.config, self.device
         return MetricsRecorder(
@@ -280,10 +297,10 @@ class Trainer:
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             start_step=self.start_step,
             last_step=config.training.steps,
-            config_toml=config_toml,
+            config_toml=self.config_toml,
             run=self.checkpointer.lease.run,
             generation=self.checkpointer.lease.generation,
-            options=hash_of_changes(config_toml),
+            options=hash_of_changes(self.config_toml),
             description=self.description.record,
         )
 
@@ -425,7 +442,7 @@ class Trainer:
                 rename_files_of_other_run(self.folder, self.checkpointer.lease.run, resumed=self.step > 0)
             self.checkpointer.restore_outputs()
             with BestEffort("config.toml"), atomic_write(self.folder / "config.toml") as file:
-                file.write(to_toml(self.config).encode())
+                file.write(self.config_toml.encode())
 
     def run_steps(self) -> None:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""
@@ -435,7 +452,7 @@ class Trainer:
             if self.config.compile.enable:
                 logger.info("compiling: the first step may take a minute or two; later runs find most of it in a cache")
             logger.info("training begins with step %d of %d", self.step + 1, steps)
-        while self.step < steps and not self.stop.agreed:
+        while self.step < steps and not self.stop.agreed:  # the step check sets it, on all ranks after the same step
             taken = self.take_step(batches)
             if taken is None:
                 break
@@ -462,7 +479,7 @@ class Trainer:
                 return None
             self.step += 1
             result = self.train_step(self.step, batch)
-            self.guard.must_roll_back(self.step)  # waits for the device where the result is needed
+            self.step_check.wait_if_needed(self.step)
         return result
 
     def end_early(self) -> None:
@@ -470,7 +487,7 @@ class Trainer:
 
         The last step is checked, saved and logged like the final step of a run.
         """
-        self.guard.wait()
+        self.step_check.wait()
         if self.guard.must_roll_back_before is not None:
             self.roll_back()
         if self.step > self.start_step:
@@ -524,7 +541,7 @@ class Trainer:
                 "lower optimizer.lr, change training.seed, or set faults.on_nonfinite = 'skip'"
             )
         self.step = step
-        self.guard.reset()
+        self.step_check.reset()
         self.metrics.undo(step)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
@@ -547,7 +564,7 @@ class TrainStep:
     microbatches: Microbatches
     optimizer: OptimizerContainer
     schedule: LRSchedule
-    guard: NonFiniteGuard
+    step_check: StepCheck
     _: KW_ONLY
     max_norm: float
     """Maximum L2 norm of the gradient; a gradient with a larger norm is scaled down to it."""
@@ -593,7 +610,7 @@ class TrainStep:
         return TokenLoss(losses[0], tokens * self.model.has_loss, z_loss)
 
     def clip_and_update(self, step: int, loss: TokenLoss) -> Tensor:
-        """Clip the gradient and update the parameters, unless the guard skips the update.
+        """Clip the gradient and update the parameters, unless the step is bad.
 
         Returns the gradient norm before clipping.
         """
@@ -602,7 +619,7 @@ class TrainStep:
         grad_norm = clip_grad_norm(self.model.model_parts, self.max_norm, self.model.reducer, tied_replicas)
         self.model.mesh.replicas.vote()
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
-        skip = self.guard.check(step, loss, grad_norm)
+        skip = self.step_check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
         self.before_update()
         self.optimizer.step(skip)
@@ -623,12 +640,12 @@ class TrainStep:
         return self.model.pipeline.tied_replicas
 
 
-def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, DecoderConfig, ParallelDims]:
+def resolve(config: JobConfig, ranks: int, saved: SavedRun) -> tuple[JobConfig, Tokenizer, DecoderConfig, ParallelDims]:
     """Resolve ``config`` for a number of ranks; also returns its tokenizer, model config and parallel dimensions."""
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
-    if config.checkpoint.initial_load_path or (config.checkpoint.enable and checkpoint_storage(config).steps()):
-        config = with_longest_context(config)
+    if config.checkpoint.initial_load_path or saved.exists:
+        config = with_longest_context(config, saved)
     tokenizer = load_tokenizer(config.model.tokenizer_path)
     model_config = build_model_config(config.model, tokenizer, config.training.seq_len, config.mup)
     config, dims = resolve_layout(config, model_config, ranks)
@@ -636,14 +653,19 @@ def resolve(config: JobConfig, ranks: int) -> tuple[JobConfig, Tokenizer, Decode
 
 
 def check_config(
-    config: JobConfig, device: torch.device, dims: ParallelDims, model: DecoderConfig, tokenizer: Tokenizer
+    config: JobConfig,
+    device: torch.device,
+    dims: ParallelDims,
+    model: DecoderConfig,
+    tokenizer: Tokenizer,
+    saved: SavedRun,
 ) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
     check_writers(config.metrics)
     check_attention_backend(config.training.attention_backend, device)
     document_start(config, tokenizer)
-    initial, own = config.checkpoint.initial_load_path, checkpoint_storage(config)
-    if initial and not (config.checkpoint.enable and own.steps()):  # a resumed run does not read it
+    initial = config.checkpoint.initial_load_path
+    if initial and not saved.exists:  # a resumed run does not read it
         find_weights(initial)
     check_layout(config, device, dims, model)
     for section in config.plugins.values():
@@ -683,19 +705,13 @@ def use_deterministic_kernels() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def with_pinned_data(config: JobConfig) -> JobConfig:
+def with_pinned_data(config: JobConfig, saved: SavedRun) -> JobConfig:
     """``config`` with all of its data that may change in the course of a run, such as the newest revision of a dataset,
     as in the checkpoint to resume from. Called on rank 0 only."""
-
-    @cache
-    def saved() -> JobConfig | None:
-        storage = checkpoint_storage(config)
-        return newest_config(storage, config.checkpoint.load_step) if config.checkpoint.enable else None
-
-    data = pinned(config.data, lambda: of.data.all if (of := saved()) else (), "data")
+    data = pinned(config.data, lambda: saved.config.data.all if saved.config else (), "data")
     validation = config.validation
     if validation.enable:
-        validation = pinned(validation, lambda: of.validation.all if (of := saved()) else (), "validation")
+        validation = pinned(validation, lambda: saved.config.validation.all if saved.config else (), "validation")
     return replace(config, data=data, validation=validation)
 
 

@@ -26,6 +26,7 @@ from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
@@ -79,8 +80,10 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
         Microbatches(model.mesh, device, config.training.local_batch_size, None),
         optimizer,
         LRSchedule(config.lr_scheduler, 1e-4, 10000),
-        NonFiniteGuard(
-            config.faults, cast(StopRequest, NoStop()), SpikeDetector(config.faults, device), lambda *_: None
+        StepCheck(
+            NonFiniteGuard(config.faults, lambda *_: None),
+            SpikeDetector(config.faults, device),
+            cast(StopRequest, NoStop()),
         ),
         max_norm=1.0,
         before_update=lambda: None,

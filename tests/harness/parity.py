@@ -28,6 +28,7 @@ from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss import TokenLoss
@@ -137,7 +138,7 @@ def train(
         Microbatches(model.mesh, model.device, config.training.local_batch_size, document_start),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
-        default_guard(config),
+        default_check(config),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         ema=averages,
@@ -198,10 +199,10 @@ class NoStop:
     agreed = False
 
 
-def default_guard(config: JobConfig) -> NonFiniteGuard:
-    """A guard that skips no update."""
-    window = SpikeDetector(config.faults, torch.device("cpu"))
-    return NonFiniteGuard(config.faults, cast(StopRequest, NoStop()), window, lambda *_: None)
+def default_check(config: JobConfig) -> StepCheck:
+    """A check that skips no update of finite numbers."""
+    spikes = SpikeDetector(config.faults, torch.device("cpu"))
+    return StepCheck(NonFiniteGuard(config.faults, lambda *_: None), spikes, cast(StopRequest, NoStop()))
 
 
 def global_mean(loss: TokenLoss, mesh: Mesh) -> float:

@@ -51,7 +51,7 @@ class Stop(Protocol):
 class SaveClock:
     """Timer for time-based saves: checks whether ``minutes`` have passed since the last save; 0 disables it.
 
-    Clocks differ between ranks, so the ranks agree on the result once per step (``NonFiniteGuard``).
+    Clocks differ between ranks, so the ranks agree on the result once per step (``StepCheck``).
     """
 
     def __init__(self, minutes: float) -> None:

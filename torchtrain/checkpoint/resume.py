@@ -13,7 +13,6 @@ It checks its lease before each checkpoint gets its final name, and before and a
 (``local_storage.withdraw``).
 """
 
-import contextlib
 import itertools
 import json
 import uuid
@@ -23,56 +22,27 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from torchtrain.checkpoint.format import CONFIG, DATA_FILES, Manifest, read_manifest, read_verified, verify_sizes
+from torchtrain.checkpoint.format import DATA_FILES, Manifest, read_manifest, read_verified, verify_sizes
 from torchtrain.checkpoint.resume_compatibility import (
     check_resume_compatibility,
     options_in,
     same_content,
     source_identities,
 )
+from torchtrain.checkpoint.saved_run import read_config_text
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
 from torchtrain.config.run_plan import OtherPartError, plan_of
-from torchtrain.config.schema import CheckpointConfig, JobConfig
+from torchtrain.config.schema import CheckpointConfig
 from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group
-from torchtrain.errors import CheckpointError, ConfigError, DamagedError
+from torchtrain.errors import CheckpointError, DamagedError
 from torchtrain.files import parse_json, printable
 from torchtrain.logging import logger
 
 # The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
 GROUP_TIMEOUT = timedelta(hours=1)
-
-
-def newest_config(storage: CheckpointStorage, load_step: int) -> JobConfig | None:
-    """The config of the newest checkpoint, or of the one of ``load_step`` unless that is -1.
-
-    A checkpoint without a valid config is skipped. None if there is none.
-    """
-    for step in reversed(storage.steps()):
-        if load_step in (-1, step):
-            with contextlib.suppress(ConfigError, CheckpointError):
-                checkpoint = storage.open(step)
-                return from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
-    return None
-
-
-def read_config(checkpoint: StoredCheckpoint) -> str:
-    """Read the config of the run that wrote ``checkpoint``, as TOML.
-
-    Raises:
-        DamagedError: the config is missing or damaged.
-    """
-    content = read_verified(checkpoint, CONFIG)
-    try:
-        text = content.decode()
-        options_in(text)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedError(
-            f"{checkpoint.path_of(CONFIG)} is not the config of a run ({printable(str(error))})"
-        ) from error
-    return text
 
 
 class History:
@@ -93,7 +63,7 @@ class History:
 
         def begun_there(step: int) -> bool:
             try:
-                options = options_in(read_config(self.storage.open(step)))
+                options = options_in(read_config_text(self.storage.open(step)))
             except DamagedError:
                 return True  # latest_valid will detect the damage
             return bool(options.get("checkpoint.load_step") == load_step)
@@ -341,7 +311,7 @@ def check_resume(
     def read() -> tuple[str, Mapping[str, str], list[str]]:
         manifest = read_manifest(checkpoint)
         changed_files = _changed_files(checkpoint, manifest, identity, data_files)
-        return read_config(checkpoint), manifest.data, changed_files
+        return read_config_text(checkpoint), manifest.data, changed_files
 
     saved_toml, saved_data, changed_files = broadcast_from_rank0(read, history.group)
     plan = plan_of(from_text(config_toml, "config.toml"))

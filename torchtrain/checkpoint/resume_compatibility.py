@@ -15,7 +15,7 @@ import tomli
 import xxhash
 
 from torchtrain.config.registry import CONFIG_SECTIONS
-from torchtrain.config.schema import RopeScalingConfig, default_options, flat
+from torchtrain.config.schema import RopeScalingConfig, default_options, flat, section_types
 from torchtrain.errors import CheckpointError
 from torchtrain.files import printable
 
@@ -66,7 +66,7 @@ def kind_of(key: str) -> Kind:
     section = key.split(".")[0]
     if section in CONFIG_SECTIONS:
         return Kind.CHANGES if CONFIG_SECTIONS[section].changes_run else Kind.HARMLESS
-    if section in CONFIG_SECTIONS.of_plugins:  # which is not installed: its command does not train
+    if section in ("estimate", "prepare"):  # of plugins that are not installed, whose commands do not train
         return Kind.HARMLESS
     found = (kind for name in (key, key.split(".")[0]) for kind, names in KINDS.items() if name in names)
     return next(found, Kind.CHANGES)
@@ -187,6 +187,11 @@ def check_resume_compatibility(
         others = [difference for difference in rejected if not (extended and difference.key == TOTAL_STEPS)]
         messages = []
         if others:
+            missing = {of.key.split(".")[0] for of in others} - {*section_types(), "stages"}
+            if missing:
+                messages.append(
+                    f"[{'], ['.join(sorted(missing))}] is of a plugin that is not installed here: install it"
+                )
             restarted = ", with which a source that has other content is read from its start" if changed_files else ""
             messages.append(
                 f"{joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "

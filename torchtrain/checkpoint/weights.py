@@ -10,16 +10,15 @@ from torch import nn
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.other_formats import WeightFormat
-from torchtrain.checkpoint.resume import newest_config, read_config
+from torchtrain.checkpoint.saved_run import SavedRun, read_config
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
 from torchtrain.checkpoint.storage import (
     MANIFEST,
     STEP,
     StoredCheckpoint,
-    checkpoint_storage,
     open_storage,
 )
-from torchtrain.config.parse import from_text, from_toml, read_table, read_text
+from torchtrain.config.parse import from_toml, read_table, read_text
 from torchtrain.config.registry import WEIGHT_FORMATS
 from torchtrain.config.schema import CheckpointConfig, JobConfig, ModelConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
@@ -207,10 +206,10 @@ def saved_config(folder: StoredCheckpoint | Path) -> JobConfig:
         raise CheckpointError(
             f"{folder} has no {CONFIG} and so is not a checkpoint; give a run's folder or a step-N in it"
         ) from error
-    return from_text(read_config(folder), folder.path_of(CONFIG), only_model=True)
+    return read_config(folder, only_model=True)
 
 
-def with_longest_context(config: JobConfig) -> JobConfig:
+def with_longest_context(config: JobConfig, saved: SavedRun) -> JobConfig:
     """Set the longest context of ``config``, unless it is set, to that of the weights that its run starts from.
 
     These are its own checkpoints or, without any, the weights in ``checkpoint.initial_load_path``.
@@ -221,10 +220,8 @@ def with_longest_context(config: JobConfig) -> JobConfig:
     shape, checkpoint = config.model.shape, config.checkpoint
     if shape.max_position_embeddings is not None:
         return config
-    own = checkpoint_storage(config)
-    if checkpoint.enable and own.steps():  # a run that resumes does not need its initial weights
-        saved = newest_config(own, checkpoint.load_step)
-        found = saved.model.shape.max_position_embeddings if saved else None
+    if saved.exists:  # a run that resumes does not need its initial weights
+        found = saved.config.model.shape.max_position_embeddings if saved.config else None
     else:
         found = longest_context(saved_config(find_weights(checkpoint.initial_load_path)))
     return replace(config, model=replace(config.model, shape=replace(shape, max_position_embeddings=found)))

@@ -7,7 +7,7 @@ A section raises ConfigError for other values. ``trainer.check_config`` checks w
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_type_hints
 
@@ -930,6 +930,10 @@ def section_types() -> dict[str, Any]:
     for name, section in of_plugins.items():
         where = f"{section.__module__}.{section.__qualname__}"
         require(name.isidentifier() and name not in hints, f"{where} cannot be the section {name!r}: take another name")
+        has_defaults = is_dataclass(section) and all(
+            field.default is not MISSING or field.default_factory is not MISSING for field in fields(section)
+        )
+        require(has_defaults, f"{where} must be a frozen dataclass, each of whose fields has a default and a docstring")
         same = section.section_name == name
         require(same, f"{where} is registered as the section {name!r}: it must be a Section with name={name!r}")
     return {name: hint for name, hint in hints.items() if name not in ("plugins", "stages")} | of_plugins

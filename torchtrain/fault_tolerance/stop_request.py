@@ -1,4 +1,4 @@
-"""Requests to stop: signals and the wall-clock limit. Ranks agree on them once per step (``NonFiniteGuard``)."""
+"""Requests to stop: signals and the wall-clock limit. Ranks agree on them once per step (``StepCheck``)."""
 
 import os
 import signal

@@ -1,6 +1,7 @@
 """Validation: layout-independent loss on held-out data, and other results that are computed with it."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
@@ -44,8 +45,10 @@ class ValidationPart(Protocol):
                 the timeout again, and ends the validation if the run is asked to stop.
 
         Returns:
-            Numbers by names that no other part has; under a name that ends in ``_samples``, a list of tables with
-            ``prompt`` and ``text``. Only those of rank 0 are written.
+            Numbers by names of their own that begin with ``prefix`` and "_"; under a name that ends in ``_samples``, a
+            list of tables with ``prompt`` and ``text``. Only those of rank 0 are written. Empty, where nothing is due:
+            an interval of the part's own counts validations that there are, the last one after
+            ``training.steps``.
         """
 
 
@@ -56,29 +59,33 @@ class ValidationContext:
     config: JobConfig
     tokenizer: Tokenizer
     model: ParallelModel
-    """Of which ``forward_with_head`` computes what the loss does not."""
+    """``forward`` computes the loss of a microbatch; ``forward_with_head`` what needs the logits or hidden states."""
     group: dist.ProcessGroup
     """A gloo group of all ranks."""
     held_out: Mapping[str, Callable[[Watched], Iterator[Microbatch]]]
     """By the label of each source, a function that returns this rank's part of its data, up to ``validation.steps``
-    batches from the beginning. It takes the argument ``watched`` of the part."""
+    batches from the beginning. It takes the argument ``watched`` of the part. Row r of the global batch number b is
+    window b * ``training.global_batch_size`` + r of the source, a data-parallel rank has consecutive rows, and with
+    context parallelism the part of each that ``context_parallel.local_sequence`` takes. A part may stop early if all
+    ranks stop after the same number of microbatches."""
 
 
-class ValidationPartFactory(Protocol):
-    """Builds a part of validation if the config asks for it; registered in ``config.registry.VALIDATION_PARTS``.
-
-    It is asked only if the run validates.
+class ValidationPartFactory:
+    """Base class of what builds a part of validation if the config asks for it; a subclass is registered in
+    ``config.registry.VALIDATION_PARTS``. It is asked only if the run validates (``JobConfig.validates``).
     """
 
     @staticmethod
     def check(config: JobConfig, tokenizer: Tokenizer) -> None:
-        """Raise ConfigError if the config asks for what cannot be computed. Called on each rank, before all work."""
+        """Raise ConfigError if the config asks for what cannot be computed with ``tokenizer``. Called on each rank,
+        before all work. What depends on the options and the layout alone, a section of the plugin checks."""
 
     @staticmethod
     def check_data(config: JobConfig) -> None:
         """Raise ConfigError if data of the part cannot be loaded. Called on rank 0, for a later part of the run."""
 
     @staticmethod
+    @abstractmethod
     def build(context: ValidationContext) -> ValidationPart | None:
         """The part, or None. Collective over ``context.group``."""
 
@@ -95,11 +102,10 @@ def check_data_of_validation_parts(config: JobConfig) -> None:
         VALIDATION_PARTS[name].check_data(config)
 
 
-def build_validation_parts(context: ValidationContext) -> list[ValidationPart]:
-    """The parts that the config asks for. Collective over ``context.group``."""
-    factories: list[ValidationPartFactory] = [VALIDATION_PARTS[name] for name in VALIDATION_PARTS]
-    built = (factory.build(context) for factory in factories)
-    return [part for part in built if part is not None]
+def build_validation_parts(context: ValidationContext) -> dict[str, ValidationPart]:
+    """The parts that the config asks for, by name. Collective over ``context.group``."""
+    built = {name: VALIDATION_PARTS[name].build(context) for name in VALIDATION_PARTS}
+    return {name: part for name, part in built.items() if part is not None}
 
 
 def read_microbatches(
@@ -135,7 +141,7 @@ class Validator:
     watch: Callable[[str], AbstractContextManager[None]]  # context of each batch: the watchdog
     averaged: Callable[[], AbstractContextManager[None]] = nullcontext
     """Context manager in which the model has its averaged weights."""
-    parts: list[ValidationPart] = field(default_factory=list)
+    parts: Mapping[str, ValidationPart] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.beginnings = {label: loader.state_dict() for label, loader in self.loaders.items()}
@@ -168,8 +174,10 @@ class Validator:
         if len(sums) > 1:
             for label, own in sums.items():
                 results |= results_of(own, prefix, f"_{label}")
-        for part in self.parts:
-            results |= part(step, prefix, partial(self._watched, what))
+        for name, part in self.parts.items():
+            found = part(step, prefix, partial(self._watched, what))
+            _check_results(name, found, prefix, results)
+            results |= found
         return results
 
     @contextmanager
@@ -193,6 +201,19 @@ class Validator:
             sums += torch.stack((exact_nats(loss), known.sum().double(), (microbatch.label_bytes * known).sum()))
         dist.all_reduce(sums, group=self.model.mesh.loss.get_group())
         return sums
+
+
+def _check_results(part: str, found: Mapping[str, Any], prefix: str, others: Mapping[str, Any]) -> None:
+    """Raise TypeError if a result of the part of this name is not of the kinds that ``ValidationPart`` returns.
+
+    Otherwise it would only be noticed when the line is written, which then has no loss either.
+    """
+    for name, value in found.items():
+        is_right = isinstance(value, list) if name.endswith("_samples") else isinstance(value, int | float)
+        if not is_right:
+            raise TypeError(f"the validation part {part!r} returned a {type(value).__name__} as {name}: give a number")
+        if name in others or not name.startswith(f"{prefix}_"):
+            raise TypeError(f"the validation part {part!r} returned {name}: begin names with {prefix}_, each its own")
 
 
 def results_of(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:

@@ -27,7 +27,8 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
         elif match := SCORE.fullmatch(name):
             scores.append(f"{match[1] or ''}{match[2]}".replace("_", " ") + f" {value:.4g}")
         elif isinstance(value, int | float):  # of a part that a user has added
-            others.append(f"{name.removeprefix('validation_').replace('_', ' ')} {value:.4g}")
+            number = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+            others.append(f"{name.removeprefix('validation_').replace('_', ' ')} {number}")
     earlier: dict[str, list[tuple[float, int]]] = {}
     for line in lines:
         for name in line.keys() & results.keys():

@@ -53,6 +53,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collective over all ranks, also those without a parameter for this optimizer.
         """
 
+    @classmethod
+    def mup_divisor(cls, width: float) -> float:
+        """By how much muP divides the learning rates of the blocks' matrices in a model ``width`` times as wide.
+
+        ``width``, by default, as for AdamW, whose updates of all elements have about the same size, so that the largest
+        singular value of an update grows as ``width``.
+        """
+        return width
+
     def prepare_for_cpu(self) -> torch.dtype | None:
         """Choose what is fast on a CPU; called before the first step. Returns the dtype of matrix products, if any."""
         return None

@@ -1,6 +1,5 @@
 """Parameter groups: the optimizer, weight decay and learning rate of each parameter, selected by its name."""
 
-import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -36,13 +35,12 @@ def group_of(name: str, parameter: Tensor) -> str:
     return "embedding" if full_name(name) in EMBEDDINGS else "hidden"
 
 
-def mup_lr_scale(name: str, group: str, optimizer: str, model: DecoderConfig) -> float:
+def mup_lr_scale(name: str, group: str, optimizer: type[ShardedOptimizer], model: DecoderConfig) -> float:
     """Factor on a parameter's learning rate (muP); its weight decay is divided by the factor.
 
     ``width`` and ``depth`` are the ratios of the model's dim and n_layers to those of the base model. muP
-    (https://arxiv.org/abs/2203.03466, table 3) divides AdamW's learning rates of the blocks' matrices by ``width``.
-    Muon's are divided by sqrt(``width``), because the largest singular value of its updates, which have a fixed root
-    mean square, grows only as sqrt(``width``).
+    (https://arxiv.org/abs/2203.03466, table 3) divides AdamW's learning rates of the blocks' matrices by ``width``;
+    those of another optimizer by its ``mup_divisor``.
 
     muP multiplies the logits by 1 / ``width``. Here the initial value and the learning rate of the last norm's weight
     include that factor. CompleteP (https://arxiv.org/abs/2505.01618) multiplies each residual branch by 1 / ``depth``,
@@ -56,7 +54,7 @@ def mup_lr_scale(name: str, group: str, optimizer: str, model: DecoderConfig) ->
         return 1.0
     linear_layers = spec_of(model).linear_layers
     writes_to_residual = linear_layers.get(module_in_block(name)) == "rowwise"
-    return 1 / ((depth if writes_to_residual else 1.0) * (math.sqrt(width) if optimizer == "muon" else width))
+    return 1 / ((depth if writes_to_residual else 1.0) * optimizer.mup_divisor(width))
 
 
 def settings_of(name: str, parameter: Tensor, config: OptimizerConfig, model: DecoderConfig | None) -> GroupSettings:
@@ -72,7 +70,7 @@ def settings_of(name: str, parameter: Tensor, config: OptimizerConfig, model: De
         optimizer = optimizer if pattern.optimizer is None else pattern.optimizer
         decay = decay if pattern.weight_decay is None else pattern.weight_decay
         lr_factor = lr_factor if pattern.lr_factor is None else pattern.lr_factor
-    scale = mup_lr_scale(name, group, optimizer, model) if model is not None else 1.0
+    scale = mup_lr_scale(name, group, OPTIMIZERS[optimizer], model) if model is not None else 1.0
     return GroupSettings(group if pattern is None else pattern.params, optimizer, lr_factor * scale, decay / scale)
 
 

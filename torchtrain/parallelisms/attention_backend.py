@@ -1,8 +1,5 @@
 """Select the attention kernel (SDPA backend)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch.nn.attention import (
     SDPBackend,
@@ -97,25 +94,3 @@ def choose_attention_backend(wanted: str) -> None:
     torch.backends.cuda.enable_flash_sdp("flash" in enabled)
     torch.backends.cuda.enable_mem_efficient_sdp("efficient" in enabled)
     torch.backends.cuda.enable_math_sdp("math" in enabled)
-
-
-@contextmanager
-def attention_for_generation() -> Iterator[None]:
-    """Context manager for attention with masks, and with shapes that change with each call.
-
-    It disables cuDNN, which builds an execution plan for each shape, in 20 to 40 ms. The flash kernels of GPUs have no
-    masks, so that it enables kernels that have, if ``choose_attention_backend`` has disabled them.
-    """
-    backends = torch.backends.cuda
-    cudnn, efficient = backends.cudnn_sdp_enabled(), backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
-    math = backends.math_sdp_enabled()  # type: ignore[no-untyped-call]
-    backends.enable_cudnn_sdp(False)
-    if not math:
-        backends.enable_mem_efficient_sdp(True)
-        backends.enable_math_sdp(True)
-    try:
-        yield
-    finally:
-        backends.enable_cudnn_sdp(cudnn)
-        backends.enable_mem_efficient_sdp(efficient)
-        backends.enable_math_sdp(math)

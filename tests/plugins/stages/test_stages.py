@@ -36,6 +36,7 @@ from s3_server import S3Server
 from terminal import Terminal
 
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
+from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
 from torchtrain.config.run_plan import OtherPartError, plan_of
@@ -753,7 +754,8 @@ def test_tasks_of_later_stages_are_loaded_before_the_first_step(tmp_path: Path) 
     file, held_out = tmp_path / "staged.toml", tmp_path / "held-out.txt"
     held_out.write_text("some words")
     validation = (
-        f'[stages.validation]\nenable = true\npath = "{held_out}"\ntasks = ["no_such_task"]\n[stages.training]\n'
+        f'[stages.validation]\nenable = true\npath = "{held_out}"\n'
+        '[stages.evaluation]\ntasks = ["no_such_task"]\n[stages.training]\n'
     )
     file.write_text(BASE + THREE.replace("[stages.training]\n", validation, 1))
     run = ForkedRun(tmp_path, "--job.config_file", str(file), ranks=1)
@@ -931,7 +933,9 @@ def trainer_of(config: JobConfig) -> Any:
     tokenizer = load_tokenizer("")
     context = SourceContext(section="data", tokenizer=tokenizer, readers=1)
     loader = SimpleNamespace(sources=[open_source(source, context) for source in config.data.all])
-    return SimpleNamespace(dataloader=loader, validation_loaders={}, tokenizer=tokenizer, gloo_group=None)
+    return SimpleNamespace(
+        dataloader=loader, validation_loaders={}, tokenizer=tokenizer, gloo_group=None, saved=SavedRun(config)
+    )
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

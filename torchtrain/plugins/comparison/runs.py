@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.format import CONFIG, VerifiedReader
+from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import saved_steps, step_folder
 from torchtrain.checkpoint.outputs import METRICS, read_metrics
-from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
+from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, open_storage
 from torchtrain.checkpoint.weights import checkpoint_folders, find_checkpoint
@@ -103,7 +103,7 @@ def open_run(location: str | Path) -> RunFolder:
     """
     if is_url(location):
         checkpoint = find_checkpoint(location)
-        config = from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
+        config = read_config(checkpoint)
         run = RunFolder(str(location), config, {}, {})
         metrics = read_metrics(checkpoint)
     else:
@@ -164,8 +164,8 @@ def verdict(report: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool | None]:
     what = " and ".join([f"{logged} logged steps"] * bool(logged) + [f"{tensors} tensors"] * bool(tensors))
     if not tensors and logged < ENOUGH_STEPS:
         return (
-            f"no difference in {what}, which proves nothing: compare saved steps, fingerprints (--debug.fingerprint_"
-            f"steps 1 2), or at least {ENOUGH_STEPS} logged steps (--metrics.log_freq 1)"
+            f"no difference in {what}, which proves nothing: compare saved steps, fingerprints "
+            f"(--comparison.fingerprint_steps 1 2), or at least {ENOUGH_STEPS} logged steps (--metrics.log_freq 1)"
         ), None
     how = "bitwise" if all(answer["bitwise"] for answer in compared.values()) else "to within rounding"
     return f"match {how}: {what}", True

@@ -4,6 +4,7 @@ Prompts of a batch are padded on the left, so that all rows end at the same posi
 """
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from torchtrain.models.spec import Decoder
-from torchtrain.parallelisms.attention_backend import attention_for_generation
 
 PROBABILITY_UNITS = 2**52  # probabilities are integers with at most this sum, so that float64 sums are exact
 
@@ -152,3 +152,25 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     cumulative = shares.cumsum(dim=-1).double()
     rank = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
     return order.gather(1, rank)[:, 0]
+
+
+@contextmanager
+def attention_for_generation() -> Iterator[None]:
+    """Context manager for attention with masks, and with shapes that change with each call.
+
+    It disables cuDNN, which builds an execution plan for each shape, in 20 to 40 ms. The flash kernels of GPUs have no
+    masks, so that it enables kernels that have, if ``choose_attention_backend`` has disabled them.
+    """
+    backends = torch.backends.cuda
+    cudnn, efficient = backends.cudnn_sdp_enabled(), backends.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    math = backends.math_sdp_enabled()  # type: ignore[no-untyped-call]
+    backends.enable_cudnn_sdp(False)
+    if not math:
+        backends.enable_mem_efficient_sdp(True)
+        backends.enable_math_sdp(True)
+    try:
+        yield
+    finally:
+        backends.enable_cudnn_sdp(cudnn)
+        backends.enable_mem_efficient_sdp(efficient)
+        backends.enable_math_sdp(math)

@@ -5,21 +5,17 @@ import importlib.util
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError
-from torchtrain.metrics.validation import ValidationContext, ValidationPart
+from torchtrain.metrics.validation import ValidationContext, ValidationPart, ValidationPartFactory
 from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
 
 
-class SamplesFactory:
+class SamplesFactory(ValidationPartFactory):
     """Texts that the model generates for ``evaluation.prompts``."""
 
     @staticmethod
     def check(config: JobConfig, tokenizer: Tokenizer) -> None:
         encode_prompts(config, tokenizer)
-
-    @staticmethod
-    def check_data(config: JobConfig) -> None:
-        pass  # prompts are options
 
     @staticmethod
     def build(context: ValidationContext) -> ValidationPart | None:
@@ -28,7 +24,7 @@ class SamplesFactory:
         return Samples(context.config, context.tokenizer, context.model)
 
 
-class TasksFactory:
+class TasksFactory(ValidationPartFactory):
     """Scores of ``evaluation.tasks``, of lm-evaluation-harness."""
 
     @staticmethod

@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
-from torchtrain.checkpoint.resume import read_config
 from torchtrain.checkpoint.resume_compatibility import same_content, source_identities
+from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import load_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
 from torchtrain.config.parse import from_text, read_text
@@ -81,7 +81,7 @@ def open_run(folder: str, step: int, rows: Sequence[int]) -> RunStep:
     config, identity = newest, None
     if after is not None:
         checkpoint = storage.open(after)
-        config = from_text(read_config(checkpoint), checkpoint.path_of(CONFIG), only_known=True)
+        config = read_config(checkpoint)
     plan = plan_of(config)
     if after is not None and part_of(plan, after) == part_of(plan, step):
         identity = read_manifest(checkpoint).data

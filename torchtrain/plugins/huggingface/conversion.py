@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.format import CONFIG, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
-from torchtrain.checkpoint.resume import read_config
+from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import MANIFEST, StoredCheckpoint
 from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
-from torchtrain.config.parse import from_text, to_toml
+from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.process_group import init_process_group
@@ -137,7 +137,7 @@ def open_source(source: str | Path, tokenizer_path: str, weights: str, average: 
 
 def checkpoint_source(checkpoints: Sequence[StoredCheckpoint], tokenizer_path: str, weights: str) -> SourceWeights:
     """Weights of a checkpoint, or the mean of several checkpoints of a run (LAWA, https://arxiv.org/abs/2209.14981)."""
-    config = from_text(read_config(checkpoints[-1]), checkpoints[-1].path_of(CONFIG), only_model=True)
+    config = read_config(checkpoints[-1], only_model=True)
     tokenizer = load_tokenizer(tokenizer_path or config.model.tokenizer_path)
     if not tokenizer_path:
         tokenizer_path = config.model.tokenizer_path

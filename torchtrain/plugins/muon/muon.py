@@ -128,6 +128,11 @@ class Muon(ShardedOptimizer):
         self.empty = torch.empty(0, dtype=dtype, device=device)
         self.buckets = assign_owners(list(self.group_of), self.ranks, dtype.itemsize)
 
+    @classmethod
+    def mup_divisor(cls, width: float) -> float:
+        """The largest singular value of an update, which has a fixed root mean square, grows as sqrt(``width``)."""
+        return math.sqrt(width)
+
     def prepare_for_cpu(self) -> torch.dtype | None:
         if self.options.dtype == "auto":
             self.set_dtype(torch.float32, self.empty.device)

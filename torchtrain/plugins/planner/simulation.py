@@ -22,6 +22,7 @@ from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.metrics.step_hook import StepHooks
 from torchtrain.models.spec import DecoderConfig
@@ -204,8 +205,8 @@ def simulate(
             return simulate_steps(config, model, recorder, max_microbatches, gpu=gpu)
 
 
-class UnreadGuard(NonFiniteGuard):
-    """A ``NonFiniteGuard`` that does not read its results, since fake tensors have no values."""
+class UnreadCheck(StepCheck):
+    """A ``StepCheck`` that does not read its results, since fake tensors have no values."""
 
     def wait(self) -> None:
         pass
@@ -247,7 +248,7 @@ def simulate_steps(
         Microbatches(mesh, device, local_batch, 0 if config.data.document_mask else None),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        UnreadGuard(config.faults, stop, SpikeDetector(config.faults, device), lambda *_: None),
+        UnreadCheck(NonFiniteGuard(config.faults, lambda *_: None), SpikeDetector(config.faults, device), stop),
         max_norm=config.training.max_norm,
         before_update=lambda: None,
         ema=ema,

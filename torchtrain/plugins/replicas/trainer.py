@@ -20,7 +20,7 @@ from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import rank, world_size
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
 from torchtrain.errors import SupersededError
-from torchtrain.fault_tolerance.nonfinite_guard import Request
+from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 from torchtrain.metrics.writers import has_validation
@@ -63,7 +63,7 @@ class ReplicaTrainer(Trainer):
         )
         if self.replica_config.on_stop == "all":
             shared = SharedStop(self.stop)
-            self.guard.stop = shared
+            self.step_check.stop = shared
             self.group.is_stopping = lambda: self.stop.pending
             self.group.stop_all = shared.request
             if self.validator is not None:
@@ -77,7 +77,7 @@ class ReplicaTrainer(Trainer):
         self.place = PlaceState(self.dataloader, self.mesh)
         return super().states() | {"loader": self.place}
 
-    def resume(self) -> int:
+    def load_checkpoint(self) -> int:
         """Take the state of a replica that runs, or load the checkpoint if there is none."""
         lease = self.checkpointer.lease
         self.group.connect(
@@ -153,7 +153,7 @@ class ReplicaTrainer(Trainer):
                     continue
                 self.step += 1
                 self.place.place.copy_(place)
-                self.guard.must_roll_back(self.step)
+                self.step_check.wait_if_needed(self.step)
             return result
 
     def begin_step(self) -> None:
@@ -167,7 +167,7 @@ class ReplicaTrainer(Trainer):
             self.files.update(self.group.is_leader)
         if self.group.step != self.step:
             self.step = self.group.step
-            self.guard.reset()
+            self.step_check.reset()
             self.metrics.restart(self.step)
         if not self.group.is_leader:
             self.forget_superseded_save()
@@ -261,7 +261,7 @@ class ReplicaTrainer(Trainer):
 
 @dataclass
 class SharedStop(Request):
-    """A request to stop that all replicas have learned of, for ``NonFiniteGuard``: they stop after the same step."""
+    """A request to stop that all replicas have learned of, for ``StepCheck``: they stop after the same step."""
 
     stop: StopRequest
     pending: bool = False

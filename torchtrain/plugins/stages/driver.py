@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from torchtrain.checkpoint.resume import HeldLease
+from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
@@ -218,9 +219,11 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     stop = StopRequest(config.faults)
     device = pick_device(config.job.device)
 
+    saved = SavedRun(config)
+
     def resolve_and_check(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
-        own, tokenizer, model_config, dims = resolve(own, world_size())
-        check_config(own, device, dims, model_config, tokenizer)
+        own, tokenizer, model_config, dims = resolve(own, world_size(), saved)
+        check_config(own, device, dims, model_config, tokenizer, saved)
         return own, model_config
 
     stages = resolve_stages(config, resolve_and_check)
@@ -309,7 +312,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
 
     def open_on_rank0() -> None:
         for own in stages[1:]:
-            with_pinned_data(own)  # asks the hub for datasets that have no revision
+            with_pinned_data(own, trainer.saved)  # asks the hub for datasets that have no revision
             for source in _sources(own):
                 if _key(source) in known or source.source_type == "hub":
                     continue
