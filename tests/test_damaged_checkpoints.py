@@ -3,9 +3,7 @@
 import io
 import json
 import os
-import pickle
 import shutil
-import struct
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
-from test_checkpoint import Run, assert_bitwise_equal, only_file, replace_metadata
+from test_checkpoint import Run, assert_bitwise_equal, change_index, only_file, replace_small_file
 
 from torchtrain import convert, generate
-from torchtrain.checkpoint.format import FileRecord, _manifest_text, manifest_bytes, read_manifest
+from torchtrain.checkpoint.format import INDEX, FileRecord, _manifest_text, manifest_bytes, read_manifest
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.errors import CheckpointError
@@ -100,60 +98,46 @@ def link_outside(file: Path) -> None:
     file.symlink_to(file.parent.parent / "outside")
 
 
-def change_metadata(change: Callable[[Any], None]) -> Callable[[Path], None]:
-    def changed(folder: Path) -> None:
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
-        change(metadata)
-        replace_metadata(folder, pickle.dumps(metadata))
-
-    return changed
+def changed_index(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    return lambda folder: change_index(folder, change)
 
 
-def set_info(**changes: Any) -> Callable[[Path], None]:
-    return change_metadata(lambda metadata: vars(next(iter(metadata.storage_data.values()))).update(changes))
+def set_chunk(place: int, value: Any) -> Callable[[Path], None]:
+    """Change the first chunk of a tensor: [offsets, shape, file, offset, length]."""
+    return changed_index(lambda tensors: next(iter(tensors.values()))["chunks"][0].__setitem__(place, value))
 
 
 def set_entry(**changes: Any) -> Callable[[Path], None]:
-    return change_metadata(lambda m: vars(m.state_dict_metadata["model.norm.weight"]).update(changes))
+    return changed_index(lambda tensors: tensors["model.norm.weight"].update(changes))
 
 
 def rename_tensor(new: str) -> Callable[[Path], None]:
-    """Give a tensor another name in the metadata; the old name stays, so that nothing is missing."""
-
-    def change(metadata: Any) -> None:
-        index, info = next(iter(metadata.storage_data.items()))
-        metadata.storage_data[replace_name(index, new)] = info
-        metadata.state_dict_metadata[new] = metadata.state_dict_metadata[index.fqn]
-
-    return change_metadata(change)
+    """Give a tensor another name, too; the old name stays, so that nothing is missing."""
+    return changed_index(lambda tensors: tensors.update({new: next(iter(tensors.values()))}))
 
 
-def replace_name(index: Any, new: str) -> Any:
-    return type(index)(new, index.offset, index.index)
-
-
-def overlap(metadata: Any) -> None:
+def overlap(tensors: dict[str, Any]) -> None:
     """Make two chunks of a tensor the same half: the number of elements is right, and half of them are not written."""
-    entry = metadata.state_dict_metadata["model.embedding.weight"]
-    (chunk,) = entry.chunks
-    entry.size = torch.Size([2 * chunk.sizes[0], *chunk.sizes[1:]])
-    entry.chunks.append(chunk)
+    entry = tensors["model.embedding.weight"]
+    entry["shape"][0] *= 2
+    entry["chunks"] *= 2
 
 
 def replace_piece(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
-    """Replace the bytes of the first tensor, and make hashes and metadata agree."""
+    """Replace the bytes of the first tensor, and make hashes and index agree."""
 
     def change(folder: Path) -> None:
         file = only_file(folder)
-        metadata = pickle.loads((folder / ".metadata").read_bytes())
+        index = json.loads((folder / INDEX).read_bytes())
+        chunks = [chunk for entry in index["tensors"].values() for chunk in entry["chunks"]]
         old = file.read_bytes()
-        first = min(metadata.storage_data.values(), key=lambda info: info.offset)
-        new = make(old[: first.length])
-        moved = len(new) - first.length
-        for info in metadata.storage_data.values():
-            info.offset += moved if info.offset else 0
-        first.length = len(new)
-        content = new + old[first.length - moved :]
+        first = min(chunks, key=lambda chunk: chunk[3])
+        length = first[4]
+        new = make(old[:length])
+        for chunk in chunks:
+            chunk[3] += len(new) - length if chunk[3] else 0
+        first[4] = len(new)
+        content = new + old[length:]
         file.write_bytes(content)
         before = read_manifest(LocalCheckpoint(folder))
         (record,) = (record for record in before.files if record.name == file.name)
@@ -162,7 +146,7 @@ def replace_piece(make: Callable[[bytes], bytes]) -> Callable[[Path], None]:
         (folder / MANIFEST).write_bytes(
             manifest_bytes(replace(before, files=[own, *(r for r in before.files if r.name != file.name)]))
         )
-        replace_metadata(folder, pickle.dumps(metadata))
+        replace_small_file(folder, INDEX, json.dumps(index).encode())
 
     return change
 
@@ -184,7 +168,6 @@ def saved_object(content: bytes) -> bytes:  # noqa: ARG001
     return stream.getvalue()
 
 
-LAYOUT = b"ctorch.serialization\n_get_layout\n(S'torch.none'\ntR."
 CHANGES = {
     # Names in the manifest
     **{
@@ -223,6 +206,7 @@ CHANGES = {
     "link to nothing": replace_file("*.distcp", lambda file: file.symlink_to("/nothing")),
     "link outside": replace_file("config.toml", link_outside),
     "metadata are a pipe": replace_file(".metadata", os.mkfifo),
+    "index is a pipe": replace_file(INDEX, os.mkfifo),
     "manifest is a pipe": replace_file(MANIFEST, os.mkfifo),
     "manifest is a device": replace_file(MANIFEST, lambda file: file.symlink_to("/dev/zero")),
     "manifest is a link to itself": replace_file(MANIFEST, lambda file: file.symlink_to(file)),
@@ -230,33 +214,28 @@ CHANGES = {
         f"manifest is {content[:9]!r}": replace_file(MANIFEST, lambda file, content=content: file.write_bytes(content))
         for content in (b"", b"null", b"[]", b"\xff\xfe", b"[" * 200_000, b"1" * 9000, b'{"xxh3_128": ""}')
     },
-    # Pickles
-    "no layout of this name": lambda folder: replace_metadata(folder, LAYOUT),
-    "a huge bytearray": lambda folder: replace_metadata(folder, b"\x80\x05\x96" + struct.pack("<Q", 10**12) + b"."),
-    "a large index in the memo": lambda folder: replace_metadata(folder, b"Nr\xff\xff\xff\xf0."),
-    "a large index in the memo, as text": lambda folder: replace_metadata(folder, b"Np9999999999\n."),
-    "a shape without end": lambda folder: replace_metadata(folder, pickle.dumps([torch.Size([1] * 500)], protocol=4)),
-    "metadata are empty": lambda folder: replace_metadata(folder, b""),
-    "metadata are cut": lambda folder: replace_metadata(folder, (folder / ".metadata").read_bytes()[:-40]),
-    "metadata are a number": lambda folder: replace_metadata(folder, pickle.dumps(7)),
-    "no state_dict_metadata": change_metadata(lambda metadata: vars(metadata).update(state_dict_metadata=None)),
-    "no storage_data": change_metadata(lambda metadata: vars(metadata).update(storage_data=None)),
-    "storage_data are a list": change_metadata(lambda metadata: vars(metadata).update(storage_data=[1])),
-    "metadata lack an attribute": change_metadata(lambda metadata: vars(metadata).pop("storage_data")),
-    "an entry is a number": change_metadata(lambda metadata: metadata.state_dict_metadata.update({"a": 5})),
+    # The index
+    **{
+        f"index is {content[:12]!r}": write(INDEX, content)
+        for content in (b"", b"7", b"[]", b"\xff\xfe", b"[" * 200_000, b'{"tensors": 7}', b'{"tensors": [1]}')
+    },
+    "index is cut": lambda folder: replace_small_file(folder, INDEX, (folder / INDEX).read_bytes()[:-40]),
+    "a shape without end": set_entry(shape=[1] * 500),
+    "an entry is a number": changed_index(lambda tensors: tensors.update({"a": 5})),
     "a name with NUL": rename_tensor("a\0b"),
     "a name that is no text": rename_tensor("\ud800"),
     "a name with an escape sequence": rename_tensor(ESCAPE),
-    "no size": set_entry(size=None),
+    "no shape": set_entry(shape=None),
     "no chunks": set_entry(chunks=[]),
-    "no properties": set_entry(properties=None),
-    "an offset that is text": set_info(offset="0"),
-    "an offset below 0": set_info(offset=-5),
-    "a length of 0": set_info(length=0),
-    "a length beyond the file": set_info(length=10**12),
-    "a file that is a number": set_info(relative_path=5),
-    "a file that is not listed": set_info(relative_path=ESCAPE),
-    "parts that overlap": change_metadata(overlap),
+    "no dtype": set_entry(dtype=None),
+    "another dtype": set_entry(dtype="os"),
+    "an offset that is text": set_chunk(3, "0"),
+    "an offset below 0": set_chunk(3, -5),
+    "a length of 0": set_chunk(4, 0),
+    "a length beyond the file": set_chunk(4, 10**12),
+    "a file that is a number": set_chunk(2, 5),
+    "a file that is not listed": set_chunk(2, ESCAPE),
+    "parts that overlap": changed_index(overlap),
     # The config
     **{
         f"config is {content[:12]!r}": write("config.toml", content)
@@ -297,8 +276,8 @@ def test_crafted_checkpoint_is_detected_as_damaged(
 @pytest.mark.parametrize(
     "change",
     [
-        *("manifest names '/dev/zero'", "pipe", "link outside", "no layout of this name", "a huge bytearray"),
-        *("no state_dict_metadata", "a name with an escape sequence", "config is b'garbage \\x1b[31'"),
+        *("manifest names '/dev/zero'", "pipe", "link outside", "index is b''", "no dtype"),
+        *("no chunks", "a name with an escape sequence", "config is b'garbage \\x1b[31'"),
     ],
 )
 def test_commands_report_a_crafted_checkpoint_in_one_line(

@@ -127,10 +127,10 @@ class Trainer:
 
         # Resolve and check the config before process-group initialization, so that a mistake in it is reported
         # within seconds, on any number of ranks.
-        require_choice(config)
         self.saved = SavedRun(config)
         resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size(), self.saved)
         check_config(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer, self.saved)
+        require_choice(config)
         self.init_process_groups(resolved, rendezvous)
 
         # From here on the config includes what may change in the course of a run, such as a revision of the data.

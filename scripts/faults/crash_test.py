@@ -240,7 +240,7 @@ def full_disk(trial: Trial) -> None:
 def read_error(trial: Trial) -> None:
     assert trial.disk is not None
     operation, error = trial.rng.choice([("open", errno.EMFILE), ("read", errno.EIO), ("stat", errno.ESTALE)])
-    file = trial.rng.choice(["manifest.json", "config.toml", ".metadata", "__0_0.distcp", "__1_0.distcp"])
+    file = trial.rng.choice(["manifest.json", "config.toml", "index.json", "__0_0.distcp", "__1_0.distcp"])
     before = sorted(trial.checkpoints.glob("step-*"))
     trial.disk.fail(operation, f"{step_folder(trial.checkpoints, trial.newest())}/{file}", error)
     expect(trial.start(), STORAGE)
@@ -254,7 +254,7 @@ def all_damaged(trial: Trial) -> None:
     aside = trial.folder.with_name("aside")
     shutil.copytree(trial.checkpoints, aside)
     for step in saved_steps(trial.checkpoints):
-        file = step_folder(trial.checkpoints, step) / trial.rng.choice(["manifest.json", ".metadata", "__0_0.distcp"])
+        file = step_folder(trial.checkpoints, step) / trial.rng.choice(["manifest.json", "index.json", "__0_0.distcp"])
         os.truncate(file, file.stat().st_size // 2)
     run = trial.start()
     expect(run, REJECTED)
@@ -359,7 +359,7 @@ def flipped_read(trial: Trial) -> None:
     """It is read again, or the checkpoint before is loaded, or the start ends with an error."""
     assert trial.disk is not None
     before = trial.newest()
-    names = ("manifest.json", "config.toml", ".metadata", "__0_0.distcp", "__1_0.distcp")
+    names = ("manifest.json", "config.toml", "index.json", "__0_0.distcp", "__1_0.distcp")
     file = step_folder(trial.checkpoints, before) / trial.rng.choice(names)
     rank, skip = trial.rng.randrange(RANKS), trial.rng.randrange(4)
     trial.disk.fail("flip", file, rank=rank, times=1, skip=skip)

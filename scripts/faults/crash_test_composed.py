@@ -376,7 +376,7 @@ def slow_disk(round_: Round) -> None:
 
 
 def flipped_read(round_: Round) -> None:
-    file = round_.rng.choice(["manifest.json", "config.toml", ".metadata", "*.distcp"])
+    file = round_.rng.choice(["manifest.json", "config.toml", "index.json", "*.distcp"])
     rule = round_.disk.fail("flip", f"{round_.files}/{file}", times=1)
     round_.later(8, lambda: round_.disk.heal(rule))
 

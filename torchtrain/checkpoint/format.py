@@ -2,14 +2,14 @@
 
 Every file is hashed while it is written; the manifest, with size and hash of each file, comes last and makes the
 checkpoint complete (``storage.StagedCheckpoint.commit``). The data is in DCP's own format, so that PyTorch's tools read
-it too, but nothing here ever unpickles more than the few types of DCP's metadata.
+it too. But DCP's index, ``.metadata``, and the header of each tensor are pickles, which can run code: nothing here ever
+reads them. ``index.json`` says where the numbers of each tensor are, with their dtype and shape.
 """
 
 import io
 import json
+import math
 import os
-import pickle
-import pickletools
 import struct
 import sys
 import time
@@ -29,7 +29,6 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -47,21 +46,13 @@ from torchtrain.files import BLOCK_BYTES, MISSING, parse_json, printable, with_r
 from torchtrain.logging import BestEffort
 
 T = TypeVar("T")
-METADATA = ".metadata"
+INDEX = "index.json"
 CONFIG = "config.toml"
 DATA_FILES = "data_files.json"
 FILE_BYTES = 64 * 2**20  # of the files that a rank writes in parallel
 BATCH_BYTES = 32 * 2**20  # of pieces that one thread reads
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
-_DCP = "torch.distributed.checkpoint"
-_METADATA_TYPES = {
-    f"{_DCP}.metadata": {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
-    },
-    f"{_DCP}.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 @dataclass(frozen=True)
@@ -445,8 +436,10 @@ class VerifiedWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         self._now("writes the manifest")
         self.sync_files = False  # tensors are flushed; the commit flushes the rest, all at once
-        super().finish(metadata, [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results])
-        for name, content in self.small_files.items():
+        written = [[r for r in of_rank if isinstance(r, WriteResult)] for of_rank in results]
+        super().finish(metadata, written)
+        stored = {result.index: result.storage_data for of_rank in written for result in of_rank}
+        for name, content in {INDEX: index_bytes(metadata, stored), **self.small_files}.items():
             with self.fs.create_stream(name, "wb") as small_file:
                 small_file.write(content() if callable(content) else content)
         own_records = dict(self.fs.records)
@@ -475,132 +468,62 @@ class VerifiedWriter(FileSystemWriter):
             self.staged.discard()
 
 
-def _shape(sizes: tuple[int, ...]) -> torch.Size:
-    if len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"a shape of {len(sizes)} dimensions")
-    return torch.Size(sizes)
+def index_bytes(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> bytes:
+    """The index of a checkpoint as JSON; ``stored`` has the ``_StorageInfo`` of each chunk of ``metadata``.
+
+    By the name of each tensor its dtype, shape and chunks; of a chunk its offsets in the tensor, its shape, its file,
+    and the place in it: offset and length in bytes.
+    """
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        chunks = []
+        for chunk in entry.chunks:
+            info = stored[MetadataIndex(name, chunk.offsets)]
+            chunks.append([[*chunk.offsets], [*chunk.sizes], info.relative_path, info.offset, info.length])
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": [*entry.size], "chunks": chunks}
+    return json.dumps({"tensors": tensors}).encode()
 
 
-class _Record:
-    """What a pickle asks to make of a type of DCP's metadata. Nothing of the type is called or changed meanwhile."""
-
-    type_name = ""
-
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def field(self, name: str, *kinds: type) -> Any:
-        """The value of a field, which must be of one of these types."""
-        value = self.state[name]
-        if type(value) not in kinds:
-            raise ValueError(f"{self.type_name}.{name} is a {type(value).__name__}")
-        return value
-
-    def __hash__(self) -> int:
-        return hash(_index_of(self))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Record) and _index_of(self) == _index_of(other)
-
-
-class MetadataUnpickler(pickle.Unpickler):
-    """Reads DCP's ``.metadata``: an unpickler that makes a ``_Record`` of each of DCP's types, so runs no code."""
-
-    def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
-        self._types: dict[str, type[_Record]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch", "Size"):
-            return _shape
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        if name in _METADATA_TYPES.get(module, ()):
-            return self._types.setdefault(name, type(name, (_Record,), {"type_name": name}))
-        raise DamagedError(
-            f"the checkpoint's {METADATA} asks for {printable(f'{module}.{name}')}, which no checkpoint needs: not "
-            "loaded, because reading it could run code"
-        )
-
-
-def _record(value: Any, type_name: str) -> _Record:
-    if not isinstance(value, _Record) or value.type_name != type_name:
-        raise ValueError(f"a {type(value).__name__} where a {type_name} must be")
-    return value
-
-
-def _index_of(record: _Record) -> MetadataIndex:
-    _record(record, "MetadataIndex")
-    place = record.field("offset", torch.Size, type(None))
-    return MetadataIndex(record.field("fqn", str), place, record.field("index", int, type(None)))
-
-
-def _entry_of(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    """The entry of a tensor, of which only dtype, size and chunks matter here."""
-    if isinstance(value, _Record) and value.type_name == "BytesStorageMetadata":
-        return BytesStorageMetadata()
-    entry = _record(value, "TensorStorageMetadata")
-    properties = _record(entry.state["properties"], "TensorProperties").state
-    if not isinstance(properties[0], torch.dtype):
-        raise ValueError(f"a dtype that is a {type(properties[0]).__name__}")
-    chunks = [_record(chunk, "ChunkStorageMetadata") for chunk in entry.field("chunks", list)]
-    sizes = [(chunk.field("offsets", torch.Size), chunk.field("sizes", torch.Size)) for chunk in chunks]
-    return TensorStorageMetadata(
-        TensorProperties(dtype=properties[0]),
-        entry.field("size", torch.Size),
-        [ChunkStorageMetadata(offsets, size) for offsets, size in sizes],
-    )
-
-
-def _read_metadata(content: bytes) -> Metadata:
-    """DCP's metadata in a pickle. Raises exceptions of any kind where it is something else."""
-    loaded = _record(MetadataUnpickler(content).load(), "Metadata")
-    stored: dict[MetadataIndex, Any] = {}
-    for key, value in loaded.field("storage_data", dict).items():
-        info = _record(value, "_StorageInfo")
-        place = info.field("relative_path", str), info.field("offset", int), info.field("length", int)
-        stored[_index_of(key)] = _StorageInfo(*place)
-    entries = loaded.field("state_dict_metadata", dict)
-    if not all(type(name) is str for name in entries):
-        raise ValueError("a name that is not a text")
-    return Metadata({name: _entry_of(entry) for name, entry in entries.items()}, storage_data=stored)
-
-
-def parse_metadata(content: bytes, files: Mapping[str, FileRecord]) -> Metadata:
-    """DCP's metadata in ``content``, of a checkpoint with ``files``, whose tensors lie in them in full.
+def parse_index(content: Any, files: Mapping[str, FileRecord]) -> Metadata:
+    """DCP's metadata from the JSON value of an index of a checkpoint with ``files``, which hold its tensors in full.
 
     Raises:
-        DamagedError: ``content`` asks for more than metadata need.
-        Exception: of any kind, where it is not metadata, or not of these files.
+        Exception: of any kind, where it is not an index, or not of these files.
     """
-    _require_bounded_memo(content)
-    metadata = _read_metadata(content)
-    stored: Mapping[MetadataIndex, Any] = metadata.storage_data
-    for index, info in stored.items():
-        record = files.get(info.relative_path)
-        if record is None:
-            raise ValueError(f"names {info.relative_path!r}, which the manifest does not")
-        if not 0 <= info.offset < info.offset + info.length <= record.size_bytes:
-            raise ValueError(f"{index.fqn!r} does not lie in {info.relative_path!r}")
-        if not index.fqn.isprintable() or index.fqn not in metadata.state_dict_metadata:
-            raise ValueError(f"{index.fqn!r} is not one of its tensors")
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
-            continue
-        chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()]
-        if not _tile(chunks, entry.size):
-            raise ValueError(f"it does not hold all of these tensors: {printable(name)}")
-        for chunk in chunks:
-            if (
-                chunk.sizes.numel() * entry.properties.dtype.itemsize
-                > stored[MetadataIndex(name, chunk.offsets)].length
-            ):
+    entries: dict[str, Any] = {}
+    stored: dict[MetadataIndex, Any] = {}
+    for name, entry in content["tensors"].items():
+        if not name.isprintable():
+            raise ValueError(f"{name!r} is not the name of a tensor")
+        dtype = DTYPES[entry["dtype"]]
+        chunks = []
+        for offsets, sizes, file, start, length in entry["chunks"]:
+            chunk = ChunkStorageMetadata(_shape(offsets), _shape(sizes))
+            if file not in files:
+                raise ValueError(f"names {file!r}, which the manifest does not")
+            _shape([start, length])
+            if start + length > files[file].size_bytes:
+                raise ValueError(f"{name!r} does not lie in {file!r}")
+            if math.prod(sizes) * dtype.itemsize > length:
                 raise ValueError(f"{name!r} has fewer bytes than it should")
-    return metadata
+            chunks.append(chunk)
+            stored[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
+        size = _shape(entry["shape"])
+        if not _tile([chunk for chunk in chunks if chunk.sizes.numel()], size):
+            raise ValueError(f"it does not hold all of these tensors: {printable(name)}")
+        entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    return Metadata(entries, storage_data=stored)
+
+
+def _shape(sizes: Any) -> torch.Size:
+    """A shape, or offsets in one, of numbers in JSON."""
+    if type(sizes) is not list or len(sizes) > MAX_DIMENSIONS:
+        raise ValueError("a shape that no tensor has")
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in sizes):
+        raise ValueError("a size that is no number from 0 on")
+    return torch.Size(sizes)
 
 
 def _tile(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
@@ -609,7 +532,7 @@ def _tile(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
     for box in spans:
         if not all(0 <= start < end <= most for (start, end), most in zip(box, size, strict=True)):
             return False
-    if sum(chunk.sizes.numel() for chunk in chunks) != size.numel():
+    if sum(chunk.sizes.numel() for chunk in chunks) != math.prod(size):
         return False
     if len(chunks) < 2:
         return True
@@ -655,14 +578,24 @@ class VerifiedReader(FileSystemReader):
 
     @cached_property
     def _metadata(self) -> Metadata:
-        content = read_verified(self.checkpoint, METADATA)
+        path = self.checkpoint.path_of(INDEX)
+        content = parse_json(read_verified(self.checkpoint, INDEX), path, DamagedError)
         try:
-            return parse_metadata(content, self._files)
-        except DamagedError:
-            raise
+            return parse_index(content, self._files)
         except Exception as error:  # whatever is in it
-            path = self.checkpoint.path_of(METADATA)
             raise DamagedError(f"{path} cannot be read ({printable(str(error))})") from error
+
+    @cached_property
+    def _kinds(self) -> dict[tuple[str, int], tuple[torch.dtype, torch.Size]]:
+        """dtype and shape of each piece by its file and offset."""
+        stored: Mapping[MetadataIndex, Any] = self._metadata.storage_data
+        kinds = {}
+        for name, entry in self._metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks:
+                info = stored[MetadataIndex(name, chunk.offsets)]
+                kinds[info.relative_path, info.offset] = entry.properties.dtype, chunk.sizes
+        return kinds
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         pieces: dict[str, dict[tuple[int, int], list[ReadItem]]] = {}
@@ -719,7 +652,7 @@ class VerifiedReader(FileSystemReader):
         memory = torch.empty(max(length for _, length in pieces), dtype=torch.uint8)  # for one after the other
         with self.checkpoint.open(name) as file:
             for place in sorted(pieces):
-                tensor = _load_tensor(path, self._content(name, file, place, memory))
+                tensor = _load_tensor(path, self._content(name, file, place, memory), *self._kinds[name, place[0]])
                 for item in pieces[place]:
                     spans = zip(item.storage_offsets, item.lengths, strict=True)
                     part = tensor[tuple(slice(start, start + length) for start, length in spans)]
@@ -782,78 +715,25 @@ class _MemoryFile(io.RawIOBase):
         return len(found)
 
 
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": None,  # the dtype is that of ``_rebuild_tensor_v3``
-}
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Reads the pickle of a tensor, written by ``torch.save``, as the arguments of the function that rebuilds it."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3"):
-            return lambda *arguments: arguments
-        if (module, name) == ("collections", "OrderedDict"):  # hooks, of which a tensor without gradient has none
-            return lambda: None
-        if module in ("torch", "torch.storage") and name in _STORAGE_DTYPES:
-            return name  # which cannot be called
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise ValueError(f"asks for {module}.{name}")
-
-    def persistent_load(self, pid: Any) -> Any:
-        return pid
-
-
-def _require_bounded_memo(pickled: bytes) -> None:
-    """Raise ValueError if Python's unpickler would take far more memory than ``pickled``: for a place in its memo."""
-    for opcode, argument, _ in pickletools.genops(
-        pickled
-    ):  # this compares the length of a bytearray with what is there
-        if opcode.name in ("PUT", "LONG_BINPUT") and int(argument or 0) > len(pickled):
-            raise ValueError("it takes more memory than it has bytes")
-
-
-def _load_tensor(path: str, content: Tensor) -> Tensor:
+def _load_tensor(path: str, content: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     """The tensor that ``torch.save`` has written as ``content``, in the same memory. DamagedError if it is none.
 
-    It takes no more memory than ``content`` has, whatever that holds.
+    The file is an archive, of which only the table of entries and the numbers of a contiguous tensor are read. It takes
+    no more memory than ``content`` has, whatever that holds.
     """
     view = _bytes_of(content)
     try:
         with zipfile.ZipFile(cast(Any, _MemoryFile(view))) as archive:
-            entries = archive.infolist()
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+            entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
+            if any(entries[name].compress_type != zipfile.ZIP_STORED for name in ("byteorder", "data/0")):
                 raise ValueError("compressed")
-            by_name = {entry.filename.partition("/")[2]: entry for entry in entries}
-            pickled, byte_order = archive.read(by_name["data.pkl"]), archive.read(by_name["byteorder"])
-            numbers = by_name["data/0"]
-        if byte_order.decode() != sys.byteorder:
-            raise ValueError("of another byte order")
-        _require_bounded_memo(pickled)
-        storage_id, offset, size, stride, *others = _TensorUnpickler(io.BytesIO(pickled)).load()
-        kind, storage_type, key, _, count = storage_id
-        dtype = _STORAGE_DTYPES[storage_type] or others[2]
-        if (kind, key) != ("storage", "0") or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"of {printable(str(storage_type))}")
+            if archive.read(entries["byteorder"]).decode() != sys.byteorder:
+                raise ValueError("of another byte order")
+            numbers = entries["data/0"]
         # Before the numbers: 30 bytes, a name and a field for alignment.
         start = numbers.header_offset + 30 + sum(struct.unpack_from("<HH", view, numbers.header_offset + 26))
-        bytes_of_one = dtype.itemsize if _STORAGE_DTYPES[storage_type] else 1
-        if start + numbers.file_size > len(content) or numbers.file_size != count * bytes_of_one:
+        if start + numbers.file_size > len(content) or numbers.file_size != shape.numel() * dtype.itemsize:
             raise ValueError("of another size")
-        storage = content[start : start + numbers.file_size].view(dtype)
-        return storage.as_strided(_shape(size), stride, storage.storage_offset() + offset)
+        return content[start : start + numbers.file_size].view(dtype).view(shape)
     except Exception as error:
         raise DamagedError(f"{path} holds something else than a tensor ({printable(str(error))})") from error
