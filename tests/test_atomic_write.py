@@ -16,7 +16,7 @@ from parity import TINY
 from rank_functions import export
 
 from torchtrain import files
-from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 from torchtrain.config.schema import SourceConfig
 from torchtrain.errors import ConfigError
 from torchtrain.files import PARTIAL_SUFFIX, atomic_write, partial_folder
@@ -58,7 +58,7 @@ def test_partial_file_is_not_written_through_a_link(
 def test_checkpoint_file_is_not_written_through_a_link(tmp_path: Path, secret: Path) -> None:
     (tmp_path / "__0_0.distcp").symlink_to(secret)
     with pytest.raises(FileExistsError):
-        LocalStagedCheckpoint(tmp_path / "step-1", tmp_path).create("__0_0.distcp")
+        LocalNewCheckpoint(tmp_path / "step-1", tmp_path).create("__0_0.distcp")
     assert secret.read_text() == "of another user"
 
 
@@ -172,7 +172,7 @@ def test_old_export_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         from torchtrain.checkpoint.states import ModelState
-        from torchtrain.plugins.huggingface.weights import save_hf
+        from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 
         model = Transformer(TINY)
         export(model, tmp_path / "hf")

@@ -31,7 +31,7 @@ from torchtrain.checkpoint.format import (
     manifest_bytes,
     read_manifest,
 )
-from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalStagedCheckpoint, LocalStorage, saved_steps
+from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalNewCheckpoint, LocalStorage, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
@@ -101,7 +101,7 @@ class Run:
     def step(self, step: int) -> None:
         tokens = torch.tensor([step % 7, (3 * step) % 7])
         self.model.output(self.model.norm(self.model.embedding(tokens))).square().sum().backward()
-        self.manager.before_update()
+        self.manager.wait_for_copies()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.loader.row += 2
@@ -395,14 +395,14 @@ def test_superseded_start_says_so_when_its_files_are_gone(
 ) -> None:
     older = Run(tmp_path).train(1, 2)
     method = "create" if at == "before the files" else "commit"
-    original = getattr(LocalStagedCheckpoint, method)
+    original = getattr(LocalNewCheckpoint, method)
 
-    def late(staged: LocalStagedCheckpoint, *arguments: Any) -> Any:
-        monkeypatch.setattr(LocalStagedCheckpoint, method, original)
+    def late(staged: LocalNewCheckpoint, *arguments: Any) -> Any:
+        monkeypatch.setattr(LocalNewCheckpoint, method, original)
         Run(tmp_path)  # acquires the lease, and removes what the older start was writing
         return original(staged, *arguments)
 
-    monkeypatch.setattr(LocalStagedCheckpoint, method, late)
+    monkeypatch.setattr(LocalNewCheckpoint, method, late)
     with pytest.raises(SupersededError, match=r"generation 2 of this run, on .* now saves to .* generation 1, stops"):
         older.train(3, 4)
 
@@ -522,7 +522,7 @@ def test_tensors_of_all_layouts_and_dtypes_are_loaded(tmp_path: Path) -> None:
         "float64": torch.randn(2, 2, 2, dtype=torch.float64),
         "large": torch.randn(1000, 1000),
     }
-    staged = LocalStagedCheckpoint(tmp_path / "step-1")
+    staged = LocalNewCheckpoint(tmp_path / "step-1")
     save_tensors(tensors, tensors.__getitem__, VerifiedWriter(staged, ""), staged.location)
     loaded = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
     load_tensors(loaded, VerifiedReader(LocalCheckpoint(tmp_path / "step-1")))
@@ -675,7 +675,7 @@ def test_files_on_another_node_are_an_error(tmp_path: Path, monkeypatch: pytest.
     finish = VerifiedWriter.finish
 
     def finish_without_a_file(writer: VerifiedWriter, metadata: Metadata, results: Any) -> None:
-        next(writer.staged.partial.glob("*.distcp")).unlink()
+        next(writer.new.partial.glob("*.distcp")).unlink()
         finish(writer, metadata, results)
 
     monkeypatch.setattr(VerifiedWriter, "finish", finish_without_a_file)
@@ -705,4 +705,4 @@ def test_ctrl_c_in_a_load_or_save_is_not_damage(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(VerifiedWriter, "write_data", interrupt)
     tensors = {"a": torch.ones(2)}
     with pytest.raises(KeyboardInterrupt):
-        save_tensors(tensors, tensors.__getitem__, VerifiedWriter(LocalStagedCheckpoint(tmp_path / "b"), ""), "b")
+        save_tensors(tensors, tensors.__getitem__, VerifiedWriter(LocalNewCheckpoint(tmp_path / "b"), ""), "b")

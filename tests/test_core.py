@@ -217,7 +217,7 @@ from torchtrain.distributed.mesh import local
 from torchtrain.metrics.validation import ValidationPartFactory
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.metrics.writers import MetricsWriter
-from torchtrain.models.llama.specs import LLAMA3
+from torchtrain.models.llama.families import LLAMA3
 from torchtrain.optimizers.base import ShardedOptimizer
 from torchtrain.parallelisms.linear_conversion import LinearConversion
 

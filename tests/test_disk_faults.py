@@ -36,7 +36,7 @@ from torchtrain.checkpoint import manager as manager_module
 from torchtrain.checkpoint.local_storage import LocalStorage, saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import GROUP_TIMEOUT, ResumePoint, find_resume_point
-from torchtrain.checkpoint.storage import StagedCheckpoint, WriterLease
+from torchtrain.checkpoint.storage import NewCheckpoint, WriterLease
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.cli import run_command as run_in_this_process
 from torchtrain.config.schema import CheckpointConfig
@@ -117,8 +117,8 @@ class FailingStorage(LocalStorage):
 
     error: Exception
 
-    def stage(self, step: int, lease: WriterLease) -> StagedCheckpoint:
-        staged = super().stage(step, lease)
+    def new_checkpoint(self, step: int, lease: WriterLease) -> NewCheckpoint:
+        staged = super().new_checkpoint(step, lease)
         if dist.get_rank() == 1:
             staged.create = Mock(side_effect=self.error)  # type: ignore[method-assign]
         return staged
@@ -495,7 +495,7 @@ def test_data_read_error_is_not_reported_as_missing_or_damaged(disk: DiskFaults,
 def test_unreadable_hugging_face_weights_are_not_reported_as_missing(disk: DiskFaults, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from torchtrain.plugins.huggingface.weights import write_hf_config
+    from torchtrain.plugins.huggingface.safetensors_folder import write_hf_config
 
     write_hf_config(tmp_path, TINY, "float32", "")
     save_file({"model.norm.weight": torch.ones(16)}, tmp_path / "model.safetensors")

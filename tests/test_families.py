@@ -19,13 +19,13 @@ from torchtrain.config import registry, schema
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
+from torchtrain.models.llama.families import LINEAR_LAYERS
 from torchtrain.models.llama.model import TransformerBlock
-from torchtrain.models.llama.specs import LINEAR_LAYERS
 from torchtrain.models.model_config import build_model_config, flavor_config, to_model_section
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
-from torchtrain.plugins.huggingface.weights import save_hf
+from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 
 VOCAB = 320
 SMALL = {

@@ -134,9 +134,9 @@ def die_at(owner: Any, name: str) -> None:
 
 
 def die_in_data() -> None:
-    from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+    from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 
-    original = LocalStagedCheckpoint.create
+    original = LocalNewCheckpoint.create
 
     def dying(self: Any, name: str) -> Any:
         if "step-6" in str(self.partial) and "__1_0" in name:
@@ -144,13 +144,13 @@ def die_in_data() -> None:
             die()
         return original(self, name)
 
-    LocalStagedCheckpoint.create = dying  # type: ignore[method-assign]
+    LocalNewCheckpoint.create = dying  # type: ignore[method-assign]
 
 
 def die_before_manifest() -> None:
-    from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+    from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 
-    die_at(LocalStagedCheckpoint, "commit")
+    die_at(LocalNewCheckpoint, "commit")
 
 
 def die_before_rename() -> None:
@@ -264,14 +264,14 @@ def test_stop_is_saved_if_the_grace_period_ends_before_the_step(tmp_path: Path, 
 
 def slow_commit() -> Any:
     """A commit that does not end on rank 0, which alone gets a signal."""
-    from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+    from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 
     def commit(*_: Any) -> str:
         logger.info("the commit begins")
         time.sleep(60)
         return ""
 
-    return patch.object(LocalStagedCheckpoint, "commit", commit)
+    return patch.object(LocalNewCheckpoint, "commit", commit)
 
 
 @pytest.mark.parametrize("signaled", [0, 1])

@@ -168,14 +168,14 @@ def test_deterministic_run_resumes_with_the_same_bits(device: str, compiled: boo
 WITHOUT_WAIT = """
 import torch
 from torchtrain.checkpoint.states import Stager
-stage = Stager.stage
+stage = Stager.copy_to_host
 def stage_at_once(stager, tensors):
     wait, torch.cuda.Stream.wait_stream = torch.cuda.Stream.wait_stream, lambda *_: None
     try:
         return stage(stager, tensors)
     finally:
         torch.cuda.Stream.wait_stream = wait
-Stager.stage = stage_at_once
+Stager.copy_to_host = stage_at_once
 """
 
 

@@ -24,8 +24,8 @@ from torchtrain.metrics.history import read_run, validation_losses
 from torchtrain.metrics.writers import changes_steps, has_validation
 from torchtrain.plugins.comparison.runs import open_run
 from torchtrain.plugins.huggingface.config import read_hf_config
+from torchtrain.plugins.huggingface.safetensors_folder import _files as weight_files
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
-from torchtrain.plugins.huggingface.weights import _files as weight_files
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
@@ -213,7 +213,7 @@ OWN_JSON = {
     "metrics/writers.py": 1,
     "plugins/comparison/command.py": 1,
     "plugins/huggingface/tokenizer.py": 1,
-    "plugins/huggingface/weights.py": 2,
+    "plugins/huggingface/safetensors_folder.py": 2,
     "torch_internals.py": 1,
 }
 

@@ -160,7 +160,7 @@ def record_with_a_fake_clock(folder: str) -> None:
         for step, _ in enumerate(recorder.time_waiting(Batches()), 1):  # type: ignore[arg-type]
             now += 2.0
             recorder.record(step, loss, torch.tensor(0.5), 1e-3)
-            with recorder.uncounted():
+            with recorder.untimed():
                 now += 5.0
 
 
@@ -448,13 +448,13 @@ def test_time_of_writing_a_trace_is_not_that_of_training_steps(tmp_path: Path) -
     files_at: list[int] = []
 
     @contextmanager
-    def uncounted() -> Iterator[None]:
+    def untimed() -> Iterator[None]:
         files_at.append(len(list(tmp_path.rglob("*.json.gz"))))
         yield
         files_at.append(len(list(tmp_path.rglob("*.json.gz"))))
 
     config = ProfilingConfig(enable_profiling=True, profile_freq=3)
-    with Profiler(config, tmp_path, 0, torch.device("cpu"), 0, uncounted) as profiler:
+    with Profiler(config, tmp_path, 0, torch.device("cpu"), 0, untimed) as profiler:
         for step in range(1, 4):
             torch.ones(2).relu()
             profiler.step(step)

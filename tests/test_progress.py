@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torchtrain import progress
 from torchtrain.datasets.local_files import identify
 from torchtrain.logging import logger
-from torchtrain.plugins.huggingface.weights import Source, read_into
+from torchtrain.plugins.huggingface.safetensors_folder import Source, read_into
 
 
 @pytest.fixture(autouse=True)

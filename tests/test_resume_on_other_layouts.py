@@ -75,7 +75,7 @@ def train(config: JobConfig, shape: TransformerConfig) -> RankResult:
         LRSchedule(config.lr_scheduler, config.optimizer.lr, LAST),
         default_check(config),
         max_norm=config.training.max_norm,
-        before_update=trainer.checkpointer.before_update,
+        wait_for_copies=trainer.checkpointer.wait_for_copies,
         ema=trainer.ema,
     )
     losses, tokens = [], []

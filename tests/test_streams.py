@@ -266,18 +266,18 @@ def test_lost_overlap_of_copies_is_noticed(gpu: fake_cuda.Worker, texts: Path) -
 
 @contextmanager
 def copy_without_waiting_for_the_update() -> Iterator[None]:
-    stage = Stager.stage
+    stage = Stager.copy_to_host
 
     def stage_at_once(stager: Stager, tensors: Any) -> Any:
         with patch.object(fake_cuda.Stream, "wait_stream", lambda *_: None):
             return stage(stager, tensors)
 
-    with patch.object(Stager, "stage", stage_at_once):
+    with patch.object(Stager, "copy_to_host", stage_at_once):
         yield
 
 
 def update_without_waiting_for_the_copy() -> AbstractContextManager[Any]:
-    return patch.object(Stager, "before_update", lambda _: None)
+    return patch.object(Stager, "wait_for_copies", lambda _: None)
 
 
 def save_without_waiting_for_the_copy() -> AbstractContextManager[Any]:
@@ -286,14 +286,14 @@ def save_without_waiting_for_the_copy() -> AbstractContextManager[Any]:
 
 @contextmanager
 def wait_for_copies_at_once() -> Iterator[None]:
-    stage = Stager.stage
+    stage = Stager.copy_to_host
 
     def stage_and_wait(stager: Stager, tensors: Any) -> Any:
         staged = stage(stager, tensors)
-        stager.before_update()
+        stager.wait_for_copies()
         return staged
 
-    with patch.object(Stager, "stage", stage_and_wait):
+    with patch.object(Stager, "copy_to_host", stage_and_wait):
         yield
 
 

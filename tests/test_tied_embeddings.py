@@ -18,7 +18,7 @@ from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
 from torchtrain.models.llama import hf
 from torchtrain.plugins.evaluation.trained_model import load_model
-from torchtrain.plugins.huggingface.weights import write_hf_config
+from torchtrain.plugins.huggingface.safetensors_folder import write_hf_config
 
 TIED = replace(TINY, tied_embeddings=True)
 TOKENS = torch.randint(0, TIED.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))

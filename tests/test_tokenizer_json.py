@@ -20,8 +20,8 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, TokenizerError
 from torchtrain.logging import logger
+from torchtrain.plugins.huggingface.safetensors_folder import write_hf_config
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
-from torchtrain.plugins.huggingface.weights import write_hf_config
 
 TEXTS = hard_texts()
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.errors import TokenizerError
 from torchtrain.plugins.evaluation.harness import HarnessBase
-from torchtrain.plugins.huggingface.weights import write_hf_config
+from torchtrain.plugins.huggingface.safetensors_folder import write_hf_config
 
 WORD_LEVEL = Library(WordLevel({"a": 0}, unk_token="a")).to_str().encode()
 TEXT = 'def f(x):\n    return {"é": x ** 2}  # \t tabs,  spaces, 中文, 🙂\n\n\nclass A: ...\r\n'

@@ -37,7 +37,7 @@ from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.conversion import convert
-from torchtrain.plugins.huggingface.weights import find_tensors, save_hf, write_hf_config
+from torchtrain.plugins.huggingface.safetensors_folder import find_tensors, save_hf, write_hf_config
 from torchtrain.plugins.planner.request import resolve_model_config
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +53,7 @@ def test_run_resumes_after_its_initial_weights_were_deleted(tmp_path: Path) -> N
 
 
 def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtrain.plugins.huggingface.weights.FILE_BYTES", 20_000)  # three files
+    monkeypatch.setattr("torchtrain.plugins.huggingface.safetensors_folder.FILE_BYTES", 20_000)  # three files
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     target, shapes = tmp_path / "target", parameter_shapes(TINY)
     other_started, finish_other, errors = threading.Event(), threading.Event(), []

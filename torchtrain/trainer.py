@@ -268,12 +268,12 @@ class Trainer:
             self.schedule,
             self.step_check,
             max_norm=config.training.max_norm,
-            before_update=self.checkpointer.before_update,
+            wait_for_copies=self.checkpointer.wait_for_copies,
             ema=self.ema,
         )
         self.validator = self.build_validator(microbatches)
         self.profiler = Profiler(
-            config.profiling, self.folder / "traces", rank(), device, self.start_step, self.metrics.uncounted
+            config.profiling, self.folder / "traces", rank(), device, self.start_step, self.metrics.untimed
         )
         built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
         self.train_step.hooks.all += [hook for hook in built if hook is not None]
@@ -505,7 +505,7 @@ class Trainer:
     def run_validation(self, last: bool) -> None:
         """Run validation if it is due; its time does not count as training time in the metrics."""
         if self.validator is not None:
-            with self.metrics.uncounted():
+            with self.metrics.untimed():
                 self.validator.maybe_run(self.step, last)
 
     def misses_validation(self) -> bool:
@@ -547,7 +547,7 @@ class Trainer:
     def averaged_weights(self) -> AbstractContextManager[None]:
         """A context manager that swaps the averaged (EMA) weights into the model."""
         assert self.ema is not None
-        self.checkpointer.before_update()
+        self.checkpointer.wait_for_copies()
         return self.ema.swapped_in()
 
     def shorten_timeouts(self) -> None:
@@ -568,7 +568,7 @@ class TrainStep:
     _: KW_ONLY
     max_norm: float
     """Maximum L2 norm of the gradient; a gradient with a larger norm is scaled down to it."""
-    before_update: Callable[[], None]
+    wait_for_copies: Callable[[], None]
     """Called immediately before the optimizer step."""
     ema: EMA | None = None
     hooks: StepHooks = field(default_factory=StepHooks)
@@ -621,7 +621,7 @@ class TrainStep:
         # A tensor on the device, 1 if the update must be skipped: the host does not wait for it.
         skip = self.step_check(step, loss, grad_norm)
         self.schedule.apply(self.optimizer, step)
-        self.before_update()
+        self.wait_for_copies()
         self.optimizer.step(skip)
         if self.ema is not None:
             self.ema.update(step, skip)

@@ -60,7 +60,7 @@ class Benchmark:
 
     def step(self) -> None:
         self.model(self.input).square().mean().backward()
-        self.managers["async"].before_update()
+        self.managers["async"].wait_for_copies()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

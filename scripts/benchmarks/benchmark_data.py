@@ -51,7 +51,7 @@ from torchtrain.datasets.tokenizers import (
     load_tokenizer,
 )
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest, Shard
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest, Shard
 
 ROOT = Path(__file__).parent.parent.parent
 SEQ_LEN, ROWS = 2048, 8
@@ -173,7 +173,7 @@ def write_random_tokens(folder: Path, shards: int, tokens: int) -> np.ndarray[An
     for number, part in enumerate(parts):
         part.tofile(folder / f"shard-{number:05}.tokens")
     listed = tuple(Shard(f"shard-{number:05}", tokens, 1, 0, 0, "", "", 0) for number in range(shards))
-    manifest = Manifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", shards, listed)
+    manifest = PreparedManifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", shards, listed)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest)))
     return np.concatenate(parts)
 

@@ -42,7 +42,7 @@ class Benchmark:
         self.folder = ""
 
     def save_ours(self) -> None:
-        staged = self.storage.stage(1, self.lease)
+        staged = self.storage.new_checkpoint(1, self.lease)
         self.folder = staged.location.rpartition("/")[2]
         save_tensors(self.tensors, self.tensors.__getitem__, VerifiedWriter(staged, ""), staged.location)
 

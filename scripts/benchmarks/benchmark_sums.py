@@ -86,7 +86,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
             cast(StopRequest, NoStop()),
         ),
         max_norm=1.0,
-        before_update=lambda: None,
+        wait_for_copies=lambda: None,
     )
 
 

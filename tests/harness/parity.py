@@ -140,7 +140,7 @@ def train(
         LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
         default_check(config),
         max_norm=config.training.max_norm,
-        before_update=lambda: None,
+        wait_for_copies=lambda: None,
         ema=averages,
     )
     if section_of(config, ComparisonConfig).fingerprint_steps:

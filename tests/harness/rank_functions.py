@@ -24,7 +24,7 @@ from torchtrain.models.llama import model as llama
 from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.plugins.evaluation.generation import Sampling, generate
-from torchtrain.plugins.huggingface.weights import save_hf
+from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 
 
 def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:

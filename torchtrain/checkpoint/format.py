@@ -1,7 +1,7 @@
 """Verified format for distributed checkpoints (DCP): hashes of all files in a manifest, verified while loading.
 
 Every file is hashed while it is written; the manifest, with size and hash of each file, comes last and makes the
-checkpoint complete (``storage.StagedCheckpoint.commit``). The data is in DCP's own format, so that PyTorch's tools read
+checkpoint complete (``storage.NewCheckpoint.commit``). The data is in DCP's own format, so that PyTorch's tools read
 it too. But DCP's index, ``.metadata``, and the header of each tensor are pickles, which can run code: nothing here ever
 reads them. ``index.json`` says where the numbers of each tensor are, with their dtype and shape.
 """
@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from torchtrain.checkpoint.storage import MANIFEST, StagedCheckpoint, StoredCheckpoint
+from torchtrain.checkpoint.storage import MANIFEST, NewCheckpoint, StoredCheckpoint
 from torchtrain.errors import DamagedError, SupersededError, TorchtrainError
 from torchtrain.files import BLOCK_BYTES, MISSING, parse_json, printable, with_retries
 from torchtrain.logging import BestEffort
@@ -279,11 +279,11 @@ class _HashingWriter(io.RawIOBase):
         return self.file.fileno()
 
 
-class _StagedFiles(FileSystemBase):
-    """A staged checkpoint as a file system of DCP's, which keeps a record of each file written through it."""
+class _NewFiles(FileSystemBase):
+    """A new checkpoint as a file system of DCP's, which keeps a record of each file written through it."""
 
-    def __init__(self, staged: StagedCheckpoint) -> None:
-        self.staged = staged
+    def __init__(self, new: NewCheckpoint) -> None:
+        self.new = new
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
@@ -291,7 +291,7 @@ class _StagedFiles(FileSystemBase):
         assert mode == "wb"
         # DCP writes its metadata under another name, and renames the file. Nothing here is visible before the commit.
         name = Path(path).name.removesuffix(".tmp")
-        with self.staged.create(name) as file:
+        with self.new.create(name) as file:
             stream = _HashingWriter(file)
             try:
                 yield stream
@@ -343,18 +343,18 @@ class VerifiedWriter(FileSystemWriter):
     commits in ``finish``, after all ranks have written.
 
     Args:
-        staged: where the checkpoint is written; that of the same checkpoint on all ranks.
+        new: where the checkpoint is written; that of the same checkpoint on all ranks.
         config_toml: kept beside the tensors.
         small_files: contents of more files beside the tensors, by name, or functions that return them, which are called
             on the first rank when all tensors are written.
         manifest: lacks the files.
         write_outputs: writes files of metrics, which it creates with its argument; called on the first rank.
-        before_commit, require_lease: see ``StagedCheckpoint.commit``.
+        before_commit, require_lease: see ``NewCheckpoint.commit``.
     """
 
     def __init__(
         self,
-        staged: StagedCheckpoint,
+        new: NewCheckpoint,
         config_toml: str,
         *,
         small_files: Mapping[str, bytes | Callable[[], bytes]] = MappingProxyType({}),
@@ -364,10 +364,10 @@ class VerifiedWriter(FileSystemWriter):
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
         # Tensors arrive staged on the CPU, or are copied one at a time: nothing to copy ahead.
-        super().__init__(staged.location, sync_files=staged.fsync, per_thread_copy_ahead=0)
-        self.fs: Any = _StagedFiles(staged)
+        super().__init__(new.location, sync_files=new.fsync, per_thread_copy_ahead=0)
+        self.fs: Any = _NewFiles(new)
         self.transforms: Any = _PieceMarker(self.transforms)
-        self.staged = staged
+        self.new = new
         self.small_files: dict[str, bytes | Callable[[], bytes]] = {CONFIG: config_toml.encode(), **small_files}
         self.manifest = manifest or Manifest()
         self.write_outputs = write_outputs
@@ -389,14 +389,14 @@ class VerifiedWriter(FileSystemWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         # This runs on one rank while the others wait for their plans: the moment to clear what a failed save left.
-        self.staged.prepare()
+        self.new.prepare()
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         self._now("writes its part")
         results: list[Any] = []
         if plan.items:
-            if self.staged.parallel_files == 1:
+            if self.new.parallel_files == 1:
                 results = super().write_data(plan, planner).wait()
             else:
                 results = self._write_in_parallel(plan, planner)
@@ -425,7 +425,7 @@ class VerifiedWriter(FileSystemWriter):
             for number, group in enumerate(groups)
         ]
         write = super().write_data
-        with ThreadPoolExecutor(min(self.staged.parallel_files, len(plans))) as pool:
+        with ThreadPoolExecutor(min(self.new.parallel_files, len(plans))) as pool:
             written = [pool.submit(lambda part: write(part, planner).wait(), part) for part in plans]
             try:
                 return [result for future in written for result in future.result()]
@@ -444,13 +444,13 @@ class VerifiedWriter(FileSystemWriter):
                 small_file.write(content() if callable(content) else content)
         own_records = dict(self.fs.records)
         if self.write_outputs is not None:
-            with BestEffort(f"metrics in {self.staged.location}"):
+            with BestEffort(f"metrics in {self.new.location}"):
                 self.write_outputs(partial(self.fs.create_stream, mode="wb"))
                 own_records = self.fs.records  # with all files of the metrics, or none
         records = own_records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
         sizes = {name: record.size_bytes for name, record in records.items()}
-        self.superseded_name = self.staged.commit(manifest, sizes, self.before_commit, self.require_lease)
+        self.superseded_name = self.new.commit(manifest, sizes, self.before_commit, self.require_lease)
 
     def superseded_error(self) -> SupersededError | None:
         """The error if a newer start of the run has acquired the lease; None also if the lease cannot be read."""
@@ -465,7 +465,7 @@ class VerifiedWriter(FileSystemWriter):
     def remove(self) -> None:
         """Remove what was written, if it did not become a checkpoint. When no rank is writing."""
         with suppress(Exception):  # what is left is removed by the next start
-            self.staged.discard()
+            self.new.discard()
 
 
 def index_bytes(metadata: Metadata, stored: Mapping[MetadataIndex, Any]) -> bytes:

@@ -22,7 +22,7 @@ from torchtrain.checkpoint.storage import (
     MANIFEST,
     STEP,
     CheckpointStorage,
-    StagedCheckpoint,
+    NewCheckpoint,
     StoredCheckpoint,
     WriterLease,
 )
@@ -113,7 +113,7 @@ class _NewFile(io.BufferedWriter):
         return super().fileno()
 
 
-class LocalStagedCheckpoint(StagedCheckpoint):
+class LocalNewCheckpoint(NewCheckpoint):
     """A checkpoint that is written into the folder ``partial`` and renamed to ``path``.
 
     ``partial`` must be the same on all ranks. Two starts of a run never write into the same one.
@@ -218,9 +218,9 @@ class LocalStorage(CheckpointStorage):
     def open(self, step: int) -> LocalCheckpoint:
         return LocalCheckpoint(step_folder(self.folder, step))
 
-    def stage(self, step: int, lease: WriterLease) -> LocalStagedCheckpoint:
+    def new_checkpoint(self, step: int, lease: WriterLease) -> LocalNewCheckpoint:
         path = step_folder(self.folder, step)
-        return LocalStagedCheckpoint(path, path.with_name(f"{path.name}.{lease.id}{PARTIAL_SUFFIX}"))
+        return LocalNewCheckpoint(path, path.with_name(f"{path.name}.{lease.id}{PARTIAL_SUFFIX}"))
 
     def set_aside(self, step: int, why: str, require_lease: Callable[[], None]) -> str:
         path = step_folder(self.folder, step)

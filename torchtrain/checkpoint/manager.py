@@ -115,8 +115,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self._writer: VerifiedWriter | None = None  # of the save in progress, or of the last one
         self._thread: threading.Thread | None = None  # writes the checkpoint, then deletes old ones
         self._newest = -1  # step that was last saved, is being saved, or was last loaded in full; -1: none
-        self._resumed_from = -1 if self.start.step is None else self.start.step
-        self._saved: set[int] = set()
+        # The steps of this run, which no rollback or earlier resume has superseded, are those up to the checkpoint that
+        # was last loaded, and those that this start has saved, or tried to, since.
+        self._last_loaded = -1 if self.start.step is None else self.start.step
+        self._attempted: set[int] = set()
         # The checkpoints that this start may rename and delete, as ``CheckpointStorage.versions``; None for one whose
         # save has failed, perhaps after the commit, so that any of this step may be it.
         self._own: dict[int, Hashable] = dict(self.start.found)
@@ -151,16 +153,15 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             raise
         if step is None:
             history.require_none(config.load_step, damaged)
-            if self.start.step is not None:  # so that the weights are not initialized
-                raise CheckpointError(f"{self.storage} had step-{self.start.step} a moment ago, and is empty now")
+            raise CheckpointError(f"{self.storage} had step-{self.start.step} a moment ago, and is empty now")
         self._quarantine(history, damaged)
         return step
 
     def restore_outputs(self) -> None:
         """Add the metrics in the checkpoint that the run has resumed from to those in the dump folder; on rank 0."""
-        if self.dump_folder is not None and self._resumed_from >= 0:
+        if self.dump_folder is not None and self._last_loaded >= 0:
             with BestEffort("restoring metrics"):
-                restore_outputs(self.storage.open(self._resumed_from), self.dump_folder)
+                restore_outputs(self.storage.open(self._last_loaded), self.dump_folder)
 
     def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
         """Load the newest valid checkpoint of this run before ``bad_step`` into the states named in ``only``.
@@ -173,7 +174,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.wait()
         self._wait_for_deletion()  # it could delete the checkpoint that is loaded here
         history = self._history()
-        steps = [s for s in history.candidates() if s < bad_step and (s <= self._resumed_from or s in self._saved)]
+        steps = [step for step in history.candidates() if step < bad_step and self._is_of_this_path(step)]
         step, damaged = history.latest_valid(steps, lambda step: self.load(step, only))
         if step is not None:
             self._quarantine(history, damaged)
@@ -184,6 +185,10 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _quarantine(self, history: History, damaged: Mapping[int, str]) -> None:
         history.quarantine(damaged, self._check_lease, self._is_own)
+
+    def _is_of_this_path(self, step: int) -> bool:
+        """Whether the checkpoint of ``step`` is on the path of this run, not superseded by a rollback or resume."""
+        return step <= self._last_loaded or step in self._attempted
 
     def _is_own(self, step: int, versions: Mapping[int, Hashable]) -> bool:
         """Whether this start may change the checkpoint of ``step``; ``versions``: those of the storage now."""
@@ -208,7 +213,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             state.load_state_dict(own)
         # After a partial load, the state at this step differs from its checkpoint, so that it must be saved again.
         self._newest = -1 if only else step
-        self._resumed_from = step
+        self._last_loaded = step
         logger.info(f"{'rolled back to' if only else 'resumed from'} {checkpoint}")
 
     # Saving
@@ -243,19 +248,19 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.clock.save_begins()
         tensors = flatten(self.states)
         if self.config.async_mode == "disabled" or last:
-            staged = {name: local(tensor) for name, tensor in tensors.items()}
+            values = {name: local(tensor) for name, tensor in tensors.items()}
         else:
-            staged = self.stager.stage(tensors)
+            values = self.stager.copy_to_host(tensors)
         self._pending = Future()
-        staged_checkpoint = self.storage.stage(step, self.lease)
+        new_checkpoint = self.storage.new_checkpoint(step, self.lease)
         write_outputs = None
-        if staged_checkpoint.with_outputs and self.dump_folder is not None:
+        if new_checkpoint.with_outputs and self.dump_folder is not None:
             write_outputs = partial(pack_outputs, self.dump_folder)
         small_files: dict[str, bytes | Callable[[], bytes]] = {DATA_FILES: self.start.data_files}
         if self.config.keep_best_k:
             small_files[LOSSES] = lambda: losses_to_bytes(self._known_losses(), list(self._own))
         self._writer = VerifiedWriter(
-            staged_checkpoint,
+            new_checkpoint,
             self.config_toml,
             small_files=small_files,
             write_outputs=write_outputs,
@@ -263,8 +268,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             before_commit=partial(self._before_commit, step),
             require_lease=self._check_lease,
         )
-        location = self._writer.staged.location
-        save = partial(save_tensors, tensors, staged.__getitem__, self._writer, location, self.group)
+        location = self._writer.new.location
+        save = partial(save_tensors, tensors, values.__getitem__, self._writer, location, self.group)
         # A daemon thread, so that a save that waits for a failed rank does not keep the other processes from exiting.
         # The thread's collectives stay in order because all ranks save at the same steps, and one save at a time.
         arguments = (save, self._pending, self._writer, step, started)
@@ -282,20 +287,20 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         def acquire() -> tuple[WriterLease, dict[int, Hashable], set[int]]:
             if self.lease.id and self.storage.read_lease().id == self.lease.id:
-                return self.lease, self._own, self._saved
+                return self.lease, self._own, self._attempted
             lease = self.storage.acquire_lease(self.lease.run)
             versions = self.storage.versions()
             return lease, dict(versions), {earlier for earlier in versions if earlier < step}
 
-        self.lease, self._own, self._saved = broadcast_from_rank0(acquire, self.group)
+        self.lease, self._own, self._attempted = broadcast_from_rank0(acquire, self.group)
 
     def _loader_layout(self) -> dict[str, Any] | None:
         loader = self.states.get("loader")
         return asdict(loader.loader.layout) if isinstance(loader, LoaderState) else None
 
-    def before_update(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for pending copies of the state (``async_with_pinned_mem``). Call it just before the optimizer step."""
-        self.stager.before_update()
+        self.stager.wait_for_copies()
 
     def wait(self, required: bool = False) -> None:
         """Block until the save in progress is on disk. Raises as ``maybe_save`` does, identically on all ranks."""
@@ -306,7 +311,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             while not self._has_ended_on_all_ranks(self._pending, began):
                 pass
             pending, self._pending = self._pending, None
-            self._saved.add(self._newest)  # even if it fails: what failed may have come after the commit
+            self._attempted.add(self._newest)  # even if it fails: what failed may have come after the commit
             pending.result()
             self._failed_in_a_row = 0
         except RuntimeError as error:
@@ -353,7 +358,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self._pending is None or self._writer is None or self._pending.done():
             return ""
         since = time.strftime("%H:%M:%S", time.localtime(self._writer.since))
-        problem = self._writer.staged.problem
+        problem = self._writer.new.problem
         return f"step-{self._newest}: {self._writer.doing} since {since}{f' ({problem})' if problem else ''}"
 
     def _save_in_background(
@@ -377,7 +382,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self.rank == 0:
             if writer.superseded_name:
                 self._log_superseded(step, writer.superseded_name)
-            logger.info(f"saved {writer.staged.location} in {time.perf_counter() - started:.1f} s")
+            logger.info(f"saved {writer.new.location} in {time.perf_counter() - started:.1f} s")
         done.set_result(None)
         if self.rank == 0:
             # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
@@ -387,7 +392,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         self.storage.check_lease(self.lease)
 
     def _before_commit(self, step: int) -> bool:
-        """Whether the checkpoint of ``step`` supersedes an existing one; see ``StagedCheckpoint.commit``.
+        """Whether the checkpoint of ``step`` supersedes an existing one; see ``NewCheckpoint.commit``.
 
         Raises:
             SupersededError: a newer start of the run has acquired the writer lease.
@@ -408,7 +413,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         supersedes = False
         versions = self.storage.versions()
         for later in sorted(versions):
-            if later < step and (later <= self._resumed_from or later in self._saved):
+            if later < step and self._is_of_this_path(later):
                 continue
             if self._is_own(later, versions):
                 if later == step:

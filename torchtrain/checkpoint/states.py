@@ -258,9 +258,9 @@ class LoaderState(Stateful):
 class Stager:
     """Copies this rank's part of each tensor into CPU buffers that are kept from one save to the next.
 
-    Buffers for tensors on a GPU are pinned, so that copies run at full speed. Without ``overlap``, ``stage`` returns
-    when the copy is made. With it, ``stage`` only enqueues the copies on a CUDA stream, where they run beside the next
-    forward and backward: call ``before_update`` before the optimizer step, and ``wait`` before reading staged values.
+    Buffers for tensors on a GPU are pinned, so that copies run at full speed. Without ``overlap``, ``copy_to_host``
+    returns when the copy is made. With it, the copies are only enqueued on a CUDA stream, where they run beside the
+    next forward and backward: call ``wait_for_copies`` before the optimizer step, and ``wait`` before reading them.
     """
 
     def __init__(self, overlap: bool) -> None:
@@ -268,7 +268,7 @@ class Stager:
         self._stream = torch.cuda.Stream() if overlap and torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def copy_to_host(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copies of the local parts, valid until the next call."""
         parts = {name: local(tensor) for name, tensor in tensors.items()}
         new = {name: part for name, part in parts.items() if name not in self._buffers}
@@ -284,12 +284,12 @@ class Stager:
             torch.cuda.current_stream().synchronize()
         return self._buffers
 
-    def before_update(self) -> None:
+    def wait_for_copies(self) -> None:
         """Make the current stream wait for copies under way; the CPU does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
 
     def wait(self) -> None:
-        """Block until the staged values are there. Safe to call from another thread."""
+        """Block until the copies are made. Safe to call from another thread."""
         if self._stream is not None:
             self._stream.synchronize()

@@ -95,7 +95,7 @@ class StoredCheckpoint(ABC):
             return file.read()
 
 
-class StagedCheckpoint(ABC):
+class NewCheckpoint(ABC):
     """A checkpoint that is being written. Each rank has one for the same step and lease, and writes its own files."""
 
     parallel_files = 1
@@ -153,7 +153,7 @@ class StagedCheckpoint(ABC):
 
 
 class NewFile(io.BytesIO):
-    """A file of a staged checkpoint that is kept in memory, and given to ``store`` when it is closed.
+    """A file of a new checkpoint that is kept in memory, and given to ``store`` when it is closed.
 
     It is not stored if it is a context manager whose body raises an error.
     """
@@ -217,7 +217,7 @@ class CheckpointStorage(ABC):
         """The checkpoint of ``step``, which may be missing."""
 
     @abstractmethod
-    def stage(self, step: int, lease: WriterLease) -> StagedCheckpoint:
+    def new_checkpoint(self, step: int, lease: WriterLease) -> NewCheckpoint:
         """A new checkpoint of ``step``. Called equally often on each rank. No two of a rank may share their files."""
 
     @abstractmethod

@@ -101,7 +101,7 @@ class Registry:
             )
 
 
-_LLAMA = "torchtrain.models.llama.specs"
+_LLAMA = "torchtrain.models.llama.families"
 MODELS = Registry(
     "model.name",
     {

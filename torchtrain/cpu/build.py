@@ -9,9 +9,9 @@ from itertools import pairwise
 import torch
 
 from torchtrain.config.schema import JobConfig
-from torchtrain.cpu.adamw import padded_adamw
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
-from torchtrain.cpu.gradient_reducer import build_cpu_gradient_reducer
+from torchtrain.cpu.fused_adamw import padded_adamw
+from torchtrain.cpu.gloo_reducer import build_cpu_gradient_reducer
 from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.spec import Decoder, DecoderConfig

@@ -87,9 +87,9 @@ def build_dataloader(
         for number in range(len(config.all))
     ]
 
-    def ask_once() -> list[Any]:
+    def query_on_rank0() -> list[Any]:
         pairs = zip(config.all, contexts, strict=True)
-        return [DATA_SOURCES[source.source_type].ask_once(source, context) for source, context in pairs]
+        return [DATA_SOURCES[source.source_type].query_on_rank0(source, context) for source, context in pairs]
 
     def open_all() -> list[tuple[DataSource, str]]:
         opened = []
@@ -100,7 +100,7 @@ def build_dataloader(
             opened.append(found)
         return [(source, source.identity()) for source in opened]
 
-    answers = on_rank0(ask_once, group) if group is not None else ask_once()
+    answers = on_rank0(query_on_rank0, group) if group is not None else query_on_rank0()
     opened = on_all_ranks(open_all, group) if group is not None else open_all()
     identities = [identity for _, identity in opened]
     if group is not None:

@@ -19,7 +19,7 @@ class Files(SourceType):
     """data.type = "files": local text files, or a folder of one of the ``FOLDER_FORMATS``."""
 
     @classmethod
-    def ask_once(cls, config: SourceConfig, context: SourceContext) -> str | None:
+    def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> str | None:
         """The name of the folder's format, if it is not text."""
         found = with_retries(partial(format_of_folder, config, context), Path(config.paths[0]))
         if found is None and any(next(Path(path).glob("shard-*.tokens"), None) for path in config.paths):
@@ -67,7 +67,7 @@ def format_of_folder(config: SourceConfig, context: SourceContext) -> str | None
 def open_source(config: SourceConfig, context: SourceContext) -> DataSource:
     """Open a source on this rank only, without communication."""
     source_type = DATA_SOURCES[config.source_type]
-    opened: DataSource = source_type.open(config, context, source_type.ask_once(config, context))
+    opened: DataSource = source_type.open(config, context, source_type.query_on_rank0(config, context))
     return opened
 
 

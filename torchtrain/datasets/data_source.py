@@ -160,14 +160,14 @@ class SourceType(ABC):
     """
 
     @classmethod
-    def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
+    def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
         """Called on rank 0 only, before ``open``, to query a server once for all ranks. The result is pickled."""
         return None
 
     @classmethod
     @abstractmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":
-        """Open a source on each rank. ``answer`` is the result of ``ask_once``.
+        """Open a source on each rank. ``answer`` is the result of ``query_on_rank0``.
 
         Raises:
             DataError: the data are missing, or do not match ``config``. An error of one rank is raised on all ranks.

@@ -17,7 +17,7 @@ MAX_SNAPSHOT_ENTRIES = 100_000
 class Profiler:
     """Writes ``folder/step-N/rank-R.*``; call ``step`` after each training step. Does nothing unless it is enabled.
 
-    ``uncounted``: context manager for the time of writing, which is not that of a training step.
+    ``untimed``: context manager for the time of writing, which is not that of a training step.
     """
 
     def __init__(
@@ -27,13 +27,13 @@ class Profiler:
         rank: int,
         device: torch.device,
         start_step: int,
-        uncounted: Callable[[], AbstractContextManager[None]] = nullcontext,
+        untimed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ):
         self.config = config
         self.folder = folder
         self.rank = rank
         self.step_number = start_step
-        self.uncounted = uncounted
+        self.untimed = untimed
         self.snapshots = config.enable_memory_snapshot and device.type == "cuda"
         self.profile: torch.profiler.profile | None = None
         if config.enable_memory_snapshot and not self.snapshots:
@@ -76,13 +76,13 @@ class Profiler:
         return path
 
     def _write_trace(self, profile: torch.profiler.profile) -> None:
-        with self.uncounted(), self.best_effort:
+        with self.untimed(), self.best_effort:
             path = self._path("trace.json.gz")
             profile.export_chrome_trace(str(path))
             logger.info("wrote the profile of step %d to %s", self.step_number, path)
 
     def _write_snapshot(self, name: str) -> None:
-        with self.uncounted(), self.best_effort:
+        with self.untimed(), self.best_effort:
             path = self._path(f"{name}.pickle")
             path.write_bytes(pickle.dumps(torch.cuda.memory._snapshot()))
             logger.info("wrote a memory snapshot to %s; open it with https://pytorch.org/memory_viz", path)

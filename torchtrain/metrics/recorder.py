@@ -229,7 +229,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.restart(step)
 
     @contextmanager
-    def uncounted(self) -> Iterator[None]:
+    def untimed(self) -> Iterator[None]:
         """Context manager that excludes its duration from the time of training steps."""
         start = time.perf_counter()
         yield

@@ -49,7 +49,7 @@ from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
 from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _origin
 from torchtrain.plugins.huggingface.meta import config_from_meta
 from torchtrain.plugins.huggingface.options import HuggingFaceConfig
-from torchtrain.plugins.huggingface.weights import files_by_size, write_hf_config
+from torchtrain.plugins.huggingface.safetensors_folder import files_by_size, write_hf_config
 from torchtrain.plugins.object_storage.storage import ObjectStore
 
 VOCAB = 4096  # vocabulary size of the default tokenizer
@@ -150,7 +150,7 @@ def test_weights_survive_a_round_trip_through_a_sharded_model(
 
 
 def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, parallelism: ParallelismConfig) -> None:
-    with patch("torchtrain.plugins.huggingface.weights.FILE_BYTES", 300_000):
+    with patch("torchtrain.plugins.huggingface.safetensors_folder.FILE_BYTES", 300_000):
         load_and_export_sharded(source, target, shape, parallelism)
 
 
@@ -800,7 +800,7 @@ def test_damaged_hf_folder_is_rejected_by_every_command(
 def test_non_finite_weights_are_rejected(tmp_path: Path) -> None:
     model = random_model(LLAMA2)
     model.norm.weight.data[3] = torch.nan
-    with patch("torchtrain.plugins.huggingface.weights.finite", lambda tensor, _: tensor):
+    with patch("torchtrain.plugins.huggingface.safetensors_folder.finite", lambda tensor, _: tensor):
         export(model, tmp_path / "hf")
     with pytest.raises(CheckpointError, match=r"not finite, in norm.weight; take another"):
         load_weights([random_model(LLAMA2)], tmp_path / "hf", LLAMA2)

@@ -19,7 +19,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
 from torchtrain.checkpoint import outputs
-from torchtrain.checkpoint.format import _StagedFiles, read_manifest, verify
+from torchtrain.checkpoint.format import _NewFiles, read_manifest, verify
 from torchtrain.checkpoint.outputs import METRICS, OUTPUTS, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
@@ -264,7 +264,7 @@ def test_outage_from_any_request_of_a_save_on_supersedes_no_checkpoint(monkeypat
 
 def test_late_commit_and_late_markers_of_an_older_start_have_no_effect() -> None:
     older = wait_for_saves(Run(storage(), keep_latest_k=0).train(1, 6))
-    staged = older.manager.storage.stage(8, older.manager.lease)
+    staged = older.manager.storage.new_checkpoint(8, older.manager.lease)
     with staged.create("config.toml") as file:
         file.write(b"[optimizer]\n")
     newer: list[Run] = []
@@ -390,8 +390,8 @@ def test_object_that_cannot_be_stored_is_not_stored_when_its_file_is_deleted(mon
         raise StorageError("no answer")
 
     monkeypatch.setattr(ObjectStore, "write", fail)
-    staged = storage().stage(2, WriterLease(1, "0" * 32))
-    files = _StagedFiles(staged)
+    staged = storage().new_checkpoint(2, WriterLease(1, "0" * 32))
+    files = _NewFiles(staged)
     with pytest.raises(StorageError), files.create_stream("a", "wb") as file:
         file.write(b"content")
     with pytest.raises(ZeroDivisionError), files.create_stream("b", "wb") as file:
@@ -410,7 +410,7 @@ def test_older_start_does_not_discard_what_the_newer_one_has_adopted() -> None:
         newer.extend([] if newer else [resume(0, **OPTIONS)])
         check()
 
-    staged = older.manager.storage.stage(6, older.manager.lease)
+    staged = older.manager.storage.new_checkpoint(6, older.manager.lease)
     with staged.create("config.toml") as file:
         file.write(b"[optimizer]\n")
     with pytest.raises(SupersededError):  # the newer start lists the manifest, and then acquires the lease

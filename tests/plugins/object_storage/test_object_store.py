@@ -14,7 +14,7 @@ from botocore.exceptions import ClientError
 from s3_faults import S3Faults
 from s3_server import ENVIRONMENT, S3Server
 
-from torchtrain.checkpoint.storage import StagedCheckpoint, WriterLease
+from torchtrain.checkpoint.storage import NewCheckpoint, WriterLease
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage.object_store import PAUSES_SECONDS, with_store_retries
@@ -225,9 +225,9 @@ def acquired(url: str) -> ObjectStorage:
     return storage
 
 
-def save(storage: ObjectStorage, step: int) -> StagedCheckpoint:
+def save(storage: ObjectStorage, step: int) -> NewCheckpoint:
     """Commit a checkpoint of one file."""
-    staged = storage.stage(step, LEASE)
+    staged = storage.new_checkpoint(step, LEASE)
     with staged.create("__0_0.distcp") as file:
         file.write(b"tensors" * 100)
     try:

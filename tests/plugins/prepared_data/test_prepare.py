@@ -34,7 +34,7 @@ from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.plugins.prepared_data import input_splits, tokenize_dataset
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
-from torchtrain.plugins.prepared_data.tokenized import Manifest, Shard, TokenizedDataset
+from torchtrain.plugins.prepared_data.tokenized import PreparedManifest, Shard, TokenizedDataset
 
 ROOT = Path(__file__).parents[3]
 
@@ -152,7 +152,7 @@ def test_prepare_resumes_after_the_last_complete_shard(tmp_path: Path) -> None:
     prepare(source, "data", "", tmp_path / "whole", processes=2)
     whole = contents(tmp_path / "whole")
     folder = tmp_path / "part"
-    manifest = Manifest.read(open_folder(str(tmp_path / "whole")), "")
+    manifest = PreparedManifest.read(open_folder(str(tmp_path / "whole")), "")
     folder.mkdir()
     plan = json.loads(whole["manifest.json"])
     (folder / "unfinished.json").write_text(json.dumps({**plan, "shards": []}))
@@ -174,7 +174,7 @@ def test_prepare_resumes_after_the_last_complete_shard(tmp_path: Path) -> None:
 def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
     documents: list[Any] = [*DOCUMENTS[:20], None, 5, "", "zwölf"]
     folder = Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", documents)))
-    shards = Manifest.read(open_folder(str(folder)), "").shards
+    shards = PreparedManifest.read(open_folder(str(folder)), "").shards
     texts = [*DOCUMENTS[:20], "zwölf"]
     encoded = [TOKENIZER.encode(text, bos=True, eos=True) for text in texts]
     assert sum(shard.documents for shard in shards) == len(texts)
@@ -186,8 +186,8 @@ def test_manifest_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
 
 
 def test_vocabularies_above_65536_take_four_bytes_per_token() -> None:
-    assert Manifest("", 1 << 16, "", "", 0).dtype == np.dtype("<u2")
-    assert Manifest("", (1 << 16) + 1, "", "", 0).dtype == np.dtype("<u4")
+    assert PreparedManifest("", 1 << 16, "", "", 0).dtype == np.dtype("<u2")
+    assert PreparedManifest("", (1 << 16) + 1, "", "", 0).dtype == np.dtype("<u4")
 
 
 @pytest.fixture
@@ -484,7 +484,7 @@ def test_sources_without_text_raise_a_data_error(tmp_path: Path) -> None:
 
 def test_windows_span_shards(prepared: Path) -> None:
     tokens = tokens_of(prepared)
-    shards = Manifest.read(open_folder(str(prepared)), "").shards
+    shards = PreparedManifest.read(open_folder(str(prepared)), "").shards
     opened = TokenizedDataset(open_folder(str(prepared)), TOKENIZER.content_hash, 0, "")
     assert len(opened) == len(tokens)
     out = np.empty(5 * max(shard.tokens for shard in shards), dtype=np.int64)
@@ -552,7 +552,7 @@ def test_loading_a_state_at_window_ten_million_reads_nothing_before_it(tmp_path:
         file.truncate(tokens * 2)  # 10 GB of zeros that take no space on disk
     shard = Shard("shard-00000", tokens, 1, 0, 0, "", "", 0)
     (tmp_path / "manifest.json").write_text(
-        json.dumps(asdict(Manifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", 1, (shard,))))
+        json.dumps(asdict(PreparedManifest(TOKENIZER.content_hash, TOKENIZER.vocab_size, "", "", 1, (shard,))))
     )
     config = DataConfig(path=str(tmp_path), prefetch=0)
     loader = make_loader(config, seq_len=seq_len)
@@ -627,7 +627,7 @@ def test_failed_reads_are_retried_for_minutes_then_raise_a_storage_error(
 
 def test_four_byte_tokens_are_read_at_any_offset(tmp_path: Path) -> None:
     (tmp_path / "shard-00000.tokens").write_bytes(np.arange(70_000, 70_100, dtype="<u4").tobytes())
-    manifest = Manifest("hash", 128_256, "", "", 1, (Shard("shard-00000", 100, 1, 0, 0, "", "", 0),))
+    manifest = PreparedManifest("hash", 128_256, "", "", 1, (Shard("shard-00000", 100, 1, 0, 0, "", "", 0),))
     (tmp_path / "manifest.json").write_text(json.dumps(asdict(manifest)))
     opened, out = TokenizedDataset(open_folder(str(tmp_path)), "hash", 0, ""), np.empty(20, dtype=np.int64)
     for start in (0, 1, 63, 80):

@@ -18,7 +18,7 @@ from torchtrain.errors import DataError, StorageError
 from torchtrain.plugins.prepared_data import data_folder, input_splits, tokenize_dataset
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +146,7 @@ def test_column_without_text_in_a_part_of_a_file_only(tmp_path: Path) -> None:
     source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", [5] * 20 + DOCUMENTS[:3]))
     assert share(source, tmp_path / "out")
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS[:3]]
-    manifest = Manifest.read(open_folder(str(tmp_path / "out")), "")
+    manifest = PreparedManifest.read(open_folder(str(tmp_path / "out")), "")
     assert sum(shard.tokens for shard in manifest.shards) == sum(map(len, expected))
     assert sum(shard.skipped for shard in manifest.shards) == 20
     numbers = SourceConfig(path=write_jsonl(tmp_path / "numbers.jsonl", [5] * 20))

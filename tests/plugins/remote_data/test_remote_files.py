@@ -34,7 +34,7 @@ from torchtrain.plugins.object_storage.storage import ObjectStorage
 from torchtrain.plugins.prepared_data import remote_folder, tokenize_dataset
 from torchtrain.plugins.prepared_data.data_folder import LocalFolder
 from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, Manifest, verify
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest, verify
 from torchtrain.plugins.remote_data import streamed_text
 from torchtrain.plugins.remote_data.remote_files import RangeFile, RemoteFile, identify_remote
 from torchtrain.plugins.remote_data.streamed_text import StreamedFile
@@ -125,7 +125,7 @@ def test_shard_that_the_store_has_kept_short_is_not_complete(
 ) -> None:
     """For prepare, which then writes it again, and for a run."""
     folder = open_folder(prepared)
-    manifest = Manifest.read(folder, prepared)
+    manifest = PreparedManifest.read(folder, prepared)
     shard = manifest.shards[-1]
     assert len(manifest.shards) > 1
     for own in manifest.shards:

@@ -22,7 +22,7 @@ from torchtrain.files import require_picture, writing
 
 
 @dataclass(frozen=True)
-class Options:
+class CompareOptions:
     run_a: Annotated[str, tyro.conf.Positional]
     """A run's folder, or the URL of its checkpoints. The run may still be in progress."""
     run_b: Annotated[str, tyro.conf.Positional] = ""
@@ -51,7 +51,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code of the process."""
     options = tyro.cli(
-        Options, prog="python -m torchtrain.compare", description=__doc__, args=argv, use_underscores=True
+        CompareOptions, prog="python -m torchtrain.compare", description=__doc__, args=argv, use_underscores=True
     )
     require_one_process("compare")
     import_modules(options.import_, "--import")

@@ -26,7 +26,7 @@ NEW_TOKENS = 128  # default maximum
 
 
 @dataclass(frozen=True)
-class Options:
+class GenerateOptions:
     checkpoint: Annotated[str, tyro.conf.Positional]
     """A run's folder (uses its newest checkpoint), one step-N folder in it, a URL of these, or a Hugging Face folder.
     """
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     """Generate text, which rank 0 writes, and return the exit code of the process."""
     is_first = is_first_rank()
     options = tyro.cli(
-        Options,
+        GenerateOptions,
         prog="python -m torchtrain.generate",
         description=__doc__,
         args=argv,

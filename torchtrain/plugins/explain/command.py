@@ -21,7 +21,7 @@ from torchtrain.files import require_file, writing
 
 
 @dataclass(frozen=True)
-class Options:
+class ExplainOptions:
     run: Annotated[str, tyro.conf.Positional]
     """A run's folder. The run may still be in progress."""
     step: int
@@ -51,7 +51,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """List the documents, and return the exit code of the process."""
     options = tyro.cli(
-        Options, prog="python -m torchtrain.explain", description=__doc__, args=argv, use_underscores=True
+        ExplainOptions, prog="python -m torchtrain.explain", description=__doc__, args=argv, use_underscores=True
     )
     require_one_process("explain")
     import_modules(options.import_, "--import")

@@ -19,7 +19,7 @@ from torchtrain.logging import logger
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertConfigOptions:
     file: Annotated[str, tyro.conf.Positional]
     """TOML file of torchtitan."""
 
@@ -27,7 +27,7 @@ class Options:
 @command
 def main(argv: Sequence[str]) -> int:
     """Print the converted config, and return the exit code of the process: 2 if an option must be changed by hand."""
-    options = tyro.cli(Options, prog="python -m torchtrain.convert_config", description=__doc__, args=argv)
+    options = tyro.cli(ConvertConfigOptions, prog="python -m torchtrain.convert_config", description=__doc__, args=argv)
     try:
         from torchtrain.plugins.from_torchtitan.conversion import convert_config
     except ImportError as error:

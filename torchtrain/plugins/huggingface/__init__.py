@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # imports PyTorch
 REQUIRES = ("torchtrain.plugins.object_storage",)  # the target of a conversion may be in a bucket
 
 CONFIG_SECTIONS.add("huggingface", "torchtrain.plugins.huggingface.options:HuggingFaceConfig")
-WEIGHT_FORMATS.add("huggingface", "torchtrain.plugins.huggingface.weights:HUGGING_FACE_FOLDER")
+WEIGHT_FORMATS.add("huggingface", "torchtrain.plugins.huggingface.safetensors_folder:HUGGING_FACE_FOLDER")
 
 
 @EXPORTERS.register("huggingface")

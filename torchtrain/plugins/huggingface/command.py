@@ -15,7 +15,7 @@ from torchtrain.config.schema import Count, LocalPath, check_values
 
 
 @dataclass(frozen=True)
-class Options:
+class ConvertOptions:
     source: Annotated[str, tyro.conf.Positional]
     """A run's folder (uses its newest checkpoint), a step-N folder in it, a URL of these, a Hugging Face folder, or a
     folder with Meta's original files (params.json and consolidated.*.pth)."""
@@ -42,7 +42,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Convert the weights, and return the exit code of the process."""
     options = tyro.cli(
-        Options, prog="python -m torchtrain.convert", description=__doc__, args=argv, use_underscores=True
+        ConvertOptions, prog="python -m torchtrain.convert", description=__doc__, args=argv, use_underscores=True
     )
     import_modules(options.import_, "--import")
     # Imported here, so that --help does not import torch.

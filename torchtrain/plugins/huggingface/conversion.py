@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.local_storage import LocalStagedCheckpoint
+from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import MANIFEST, StoredCheckpoint
@@ -28,7 +28,7 @@ from torchtrain.models.model_config import build_model_config, to_model_section
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE, read_hf_config
 from torchtrain.plugins.huggingface.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
-from torchtrain.plugins.huggingface.weights import find_tensors, finite, is_hf_folder, read_into, save_hf
+from torchtrain.plugins.huggingface.safetensors_folder import find_tensors, finite, is_hf_folder, read_into, save_hf
 from torchtrain.plugins.object_storage.storage import ObjectStore
 from torchtrain.progress import ProgressBar
 
@@ -99,7 +99,7 @@ def convert(
                     bar.update(tensor.nbytes)
                     return tensor
 
-                writer = VerifiedWriter(LocalStagedCheckpoint(target, partial), source.config_toml())
+                writer = VerifiedWriter(LocalNewCheckpoint(target, partial), source.config_toml())
                 save_tensors(tensors, value, writer, target)
     finally:
         dist.destroy_process_group()

@@ -19,7 +19,7 @@ from torchtrain.logging import BestEffort, logger
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
 from torchtrain.plugins.huggingface.options import HuggingFaceConfig
-from torchtrain.plugins.huggingface.weights import require_exportable, save_hf
+from torchtrain.plugins.huggingface.safetensors_folder import require_exportable, save_hf
 
 ORIGIN = "hf_made_from.json"  # beside hf/, whose files depend only on the weights
 EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidates the files

@@ -34,8 +34,8 @@ from torchtrain.checkpoint.storage import (
     MANIFEST,
     STEP,
     CheckpointStorage,
+    NewCheckpoint,
     NewFile,
-    StagedCheckpoint,
     StoredCheckpoint,
     WriterLease,
     superseded,
@@ -323,7 +323,7 @@ class ObjectCheckpoint(StoredCheckpoint):
         return self.store.read(f"{self.prefix}{name}")
 
 
-class ObjectStagedCheckpoint(StagedCheckpoint):
+class ObjectNewCheckpoint(NewCheckpoint):
     """A checkpoint that is being written to ``folder``. Each file is one object, and in memory until it is closed."""
 
     parallel_files = FILES_AT_ONCE
@@ -532,9 +532,9 @@ class ObjectStorage(CheckpointStorage):
         except MISSING:
             return b""
 
-    def stage(self, step: int, lease: WriterLease) -> ObjectStagedCheckpoint:
+    def new_checkpoint(self, step: int, lease: WriterLease) -> ObjectNewCheckpoint:
         self._saves += 1
-        return ObjectStagedCheckpoint(self, step, f"step-{step}.{lease.generation}-{lease.id[:8]}.{self._saves}")
+        return ObjectNewCheckpoint(self, step, f"step-{step}.{lease.generation}-{lease.id[:8]}.{self._saves}")
 
     def mark(self, folder: str, why: str, require_lease: Callable[[], None]) -> str:
         """Create a marker. It has an effect only if this start holds the lease at the second ``require_lease``."""

@@ -250,7 +250,7 @@ def simulate_steps(
         LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps),
         UnreadCheck(NonFiniteGuard(config.faults, lambda *_: None), SpikeDetector(config.faults, device), stop),
         max_norm=config.training.max_norm,
-        before_update=lambda: None,
+        wait_for_copies=lambda: None,
         ema=ema,
         hooks=StepHooks(RecorderHook(recorder)),
     )

@@ -68,7 +68,7 @@ from torchtrain.plugins.prepared_data.input_splits import (
     ShardedInput,
 )
 from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, UNFINISHED, Manifest, Shard, damaged_file
+from torchtrain.plugins.prepared_data.tokenized import MANIFEST, UNFINISHED, PreparedManifest, Shard, damaged_file
 from torchtrain.plugins.remote_data.remote_files import find_remote_files, identify_remote, require_text_in_head
 from torchtrain.progress import Stderr
 
@@ -87,7 +87,7 @@ def prepare(
     *,
     rank: int = 0,
     world_size: int = 1,
-) -> Manifest | None:
+) -> PreparedManifest | None:
     """``tokenize`` a single ``source``, which ``open_input`` opens."""
     tokenizer = load_tokenizer(tokenizer_path)
     documents = open_input(source, key, tokenizer, verify_bytes, rank=rank, world_size=world_size)
@@ -131,7 +131,7 @@ def tokenize(
     *,
     rank: int = 0,
     world_size: int = 1,
-) -> Manifest | None:
+) -> PreparedManifest | None:
     """Tokenize this process's share of ``documents``, or resume after a stop.
 
     Args:
@@ -149,7 +149,7 @@ def tokenize(
             is writing to it; or the input is damaged.
     """
     names = [f"shard-{number:05}" for number in range(len(documents.shard_sizes))]
-    plan = Manifest(
+    plan = PreparedManifest(
         tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(), shard_count=len(names)
     )
     output = open_folder(str(location), "prepare.output")
@@ -216,16 +216,16 @@ def _open_input(source: SourceConfig, context: SourceContext, rank: int, world_s
     return ShardedDocuments(opened)
 
 
-def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
+def _begin(output: DataFolder, plan: PreparedManifest, *, alone: bool) -> bool:
     """Write the plan unless the folder has it; returns whether the work is complete."""
     sizes = output.sizes()
     if MANIFEST in sizes:
-        _require_same(plan, Manifest.read(output, output.location), output)
+        _require_same(plan, PreparedManifest.read(output, output.location), output)
         return True
     if UNFINISHED not in sizes and output.create(UNFINISHED, _as_json(plan)):
         return False
     try:
-        found = Manifest.read(output, output.location, UNFINISHED)
+        found = PreparedManifest.read(output, output.location, UNFINISHED)
     except DataError:
         if MANIFEST in output.sizes():  # another process has finished meanwhile
             return True
@@ -245,7 +245,9 @@ def _begin(output: DataFolder, plan: Manifest, *, alone: bool) -> bool:
     return False
 
 
-def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int, *, flushed: bool) -> Manifest | None:
+def _finish(
+    output: DataFolder, plan: PreparedManifest, names: Sequence[str], files: int, *, flushed: bool
+) -> PreparedManifest | None:
     """Write the manifest if all shards are complete, and remove the records; None if shards are missing.
 
     Args:
@@ -259,7 +261,7 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
             try:
                 found = list(pool.map(output.read, (record for record in records if record in sizes)))
             except MISSING:  # another process has written the manifest meanwhile, and removes the records
-                return Manifest.read(output, output.location)
+                return PreparedManifest.read(output, output.location)
         parsed = [record for record in map(_parse_record, found) if record and (record.flushed or not flushed)]
         written = [record.shard for record in parsed if _has_sizes(record.shard, sizes, plan.dtype)]
         if len(written) < len(names):
@@ -285,7 +287,7 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
                 raise
         if isinstance(output, LocalFolder):
             fsync_folder(output.path, MANIFEST)  # before the records are removed
-    manifest = Manifest.read(output, output.location)
+    manifest = PreparedManifest.read(output, output.location)
     output.remove(name for name in (UNFINISHED, *records) if name in sizes)
     output.remove(name for name in sizes if name.endswith(".partial"))
     not_utf8 = [file for shard in manifest.shards for file in shard.not_utf8]
@@ -295,7 +297,7 @@ def _finish(output: DataFolder, plan: Manifest, names: Sequence[str], files: int
     return manifest
 
 
-def _require_same(plan: Manifest, found: Manifest, output: DataFolder) -> None:
+def _require_same(plan: PreparedManifest, found: PreparedManifest, output: DataFolder) -> None:
     if found.tokenizer_hash != plan.tokenizer_hash:
         raise DataError(
             f"{output.location} was begun with another tokenizer (SHA-256 {found.tokenizer_hash[:12]}..., now "
@@ -307,7 +309,7 @@ def _require_same(plan: Manifest, found: Manifest, output: DataFolder) -> None:
         raise _other_data(plan, found.source, output)
 
 
-def _other_data(plan: Manifest, source: str, output: DataFolder) -> DataError:
+def _other_data(plan: PreparedManifest, source: str, output: DataFolder) -> DataError:
     return DataError(
         f"{output.location} was begun with other data ({source}, now {plan.source}, or the content of its files has "
         "changed since); use an empty folder"
@@ -623,7 +625,7 @@ def _is_complete(
     documents: ShardedInput,
     output: DataFolder,
     sizes: Mapping[str, int],
-    plan: Manifest,
+    plan: PreparedManifest,
     flush: bool,
     name: str,
     number: int,
@@ -673,5 +675,5 @@ def _parse_record(content: bytes) -> _Record | None:
         return None
 
 
-def _as_json(content: Manifest) -> bytes:
+def _as_json(content: PreparedManifest) -> bytes:
     return (json.dumps(asdict(content), indent=1) + "\n").encode()

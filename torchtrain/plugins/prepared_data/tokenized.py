@@ -74,7 +74,7 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class PreparedManifest:
     """Metadata of a folder of tokenized data."""
 
     tokenizer_hash: str
@@ -93,14 +93,14 @@ class Manifest:
         return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     @staticmethod
-    def read(folder: DataFolder, label: str, name: str = MANIFEST) -> "Manifest":
+    def read(folder: DataFolder, label: str, name: str = MANIFEST) -> "PreparedManifest":
         """Read a manifest; DataError if the file is missing, damaged or of another version."""
         try:
             content = parse_json(folder.read(name), f"{label}: its {name}", DataError)
         except MISSING as error:
             raise DataError(f"{label}: cannot read its {name}: {error!r}; prepare the data again") from error
         try:
-            manifest = from_toml(Manifest, _without_null(content))
+            manifest = from_toml(PreparedManifest, _without_null(content))
             _check(manifest)
         except (ConfigError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{label}: its {name} is damaged: {error}; prepare the data again") from error
@@ -116,7 +116,7 @@ def _without_null(content: Any) -> Any:
     return content
 
 
-def _check(manifest: Manifest) -> None:
+def _check(manifest: PreparedManifest) -> None:
     """Raise ConfigError if the values of ``manifest`` contradict each other."""
     names = [shard.name for shard in manifest.shards]
     require(len(set(names)) == len(names), "it names a shard twice")
@@ -144,7 +144,7 @@ class TokenizedDataset(DataSource):
     def __init__(self, folder: DataFolder, tokenizer_hash: str, verify_bytes: float, label: str):
         self.name = label
         self.folder = folder
-        manifest = Manifest.read(folder, label)
+        manifest = PreparedManifest.read(folder, label)
         if manifest.tokenizer_hash != tokenizer_hash:
             raise DataError(
                 f"{label} was prepared with another tokenizer (SHA-256 {manifest.tokenizer_hash[:12]}...) than "
@@ -353,9 +353,9 @@ class TokenWindowStream(Stream):
         return starts, counts
 
 
-def verify(folder: DataFolder, label: str) -> Manifest:
+def verify(folder: DataFolder, label: str) -> PreparedManifest:
     """Hash all files; DataError names the first file whose hash differs from the manifest."""
-    manifest = Manifest.read(folder, label)
+    manifest = PreparedManifest.read(folder, label)
     for shard in manifest.shards:
         if damaged := damaged_file(folder, shard):
             raise DataError(

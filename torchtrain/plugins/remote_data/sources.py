@@ -29,7 +29,7 @@ class RemoteFiles(SourceType):
         return len(config.paths) > 1 or kind_of(config.paths[0])[0] != ""  # the URL of a folder may be of any format
 
     @classmethod
-    def ask_once(cls, config: SourceConfig, context: SourceContext) -> str | list[RemoteFile]:
+    def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> str | list[RemoteFile]:
         """The name of the folder's format, or the text files."""
         name = format_of_folder(config, context)
         if name is not None:
@@ -76,7 +76,7 @@ class HubDataset(SourceType):
         return replace(config, revision=hub.find_revision(config, _label(config, section)))
 
     @classmethod
-    def ask_once(cls, config: SourceConfig, context: SourceContext) -> Any:
+    def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> Any:
         from torchtrain.plugins.remote_data import hub
 
         label = _label(config, context.section)
