@@ -185,7 +185,7 @@ class ResumePoint:
     group: dist.ProcessGroup
     """Process group of all ranks over gloo, used only for checkpoints."""
     step: int | None = None
-    """Step of the newest complete checkpoint; None for a new run. Its tensors are verified only when it is loaded."""
+    """Step of the newest intact checkpoint; None for a new run. Its tensors are verified only when it is loaded."""
     candidates: Sequence[int] = ()
     """Steps to try to load, best first: if one is damaged, the next is loaded."""
     lease: WriterLease = field(default_factory=WriterLease)
@@ -219,7 +219,7 @@ def find_resume_point(
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
-    All ranks share ``storage``. The selected step is the newest complete checkpoint; or, if ``config.load_step`` is
+    All ranks share ``storage``. The selected step is that of the newest intact checkpoint; or, if ``config.load_step`` is
     set, that step or the newest one that a run with the same ``load_step`` has reached from there. If ``config.enable``
     is false, no checkpoint is looked for and no lease acquired. Tensors are not read here:
     ``CheckpointManager.resume`` loads them.
@@ -245,7 +245,7 @@ def find_resume_point(
     broadcast_from_rank0(storage.restore, group)
 
     def choose() -> tuple[list[int], int | None, str | None]:
-        """The candidates to resume from, best first; the first complete one, and the id of its run."""
+        """The candidates to resume from, best first; the first intact one, and the id of its run."""
         history = History(storage, group, broadcast_from_rank0(lambda: storage.read_lease().run, group))
         candidates = history.candidates(config.load_step)
         step, damaged = history.latest_valid(

@@ -92,13 +92,13 @@ def build_dataloader(
         return [DATA_SOURCES[source.source_type].query_on_rank0(source, context) for source, context in pairs]
 
     def open_all() -> list[tuple[DataSource, str]]:
-        opened = []
+        sources = []
         for source, context, answer in zip(config.all, contexts, answers, strict=True):
             found = DATA_SOURCES[source.source_type].open(source, context, answer)
             if source.held_out:
                 found = SourcePart(found, source.held_out, held_out=held_out, section=context.section)
-            opened.append(found)
-        return [(source, source.identity()) for source in opened]
+            sources.append(found)
+        return [(source, source.identity()) for source in sources]
 
     answers = on_rank0(query_on_rank0, group) if group is not None else query_on_rank0()
     opened = on_all_ranks(open_all, group) if group is not None else open_all()

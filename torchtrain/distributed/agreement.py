@@ -1,6 +1,14 @@
 """Broadcast or gather results and errors of Python functions, so that ranks stay in sync.
 
 A file system may show ranks different states at the same time, and may fail on only one rank.
+
+| | within the timeout of collectives | however long it takes, in a thread |
+| --- | --- | --- |
+| on rank 0, its result for all | ``broadcast_from_rank0`` | ``on_rank0`` |
+| on each rank | ``gather_from_all_ranks``: the results of all | ``on_all_ranks``: its own result |
+
+The functions in the middle expect no other errors than TorchtrainErrors: with another one, the other ranks wait until
+their timeout. Those on the right raise any error of one rank on all.
 """
 
 import pickle
