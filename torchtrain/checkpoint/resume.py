@@ -219,9 +219,9 @@ def find_resume_point(
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
-    All ranks share ``storage``. The selected step is that of the newest intact checkpoint; or, if ``config.load_step`` is
-    set, that step or the newest one that a run with the same ``load_step`` has reached from there. If ``config.enable``
-    is false, no checkpoint is looked for and no lease acquired. Tensors are not read here:
+    All ranks share ``storage``. The selected step is that of the newest intact checkpoint; or, if ``config.load_step``
+    is set, that step or the newest one that a run with the same ``load_step`` has reached from there. If
+    ``config.enable`` is false, no checkpoint is looked for and no lease acquired. Tensors are not read here:
     ``CheckpointManager.resume`` loads them.
 
     Args:
