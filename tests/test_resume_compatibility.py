@@ -49,8 +49,8 @@ FROZEN = {  # every option, by kind and section
             "on_stop"
         ),
         "estimate": (
-            "world_size gpu gpus_per_node memory_gib network_gigabits mtbf_hours node_mtbf_hours save_seconds "
-            "restart_seconds all_layers search search_seconds output json picture"
+            "world_size gpu gpus_per_node memory_gib network_gigabits dollars_per_gpu_hour mtbf_hours "
+            "node_mtbf_hours save_seconds restart_seconds all_layers search search_seconds output json picture"
         ),
     },
     Kind.LAYOUT: {

@@ -33,6 +33,7 @@ from torchtrain.models.spec import flops_per_token
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
+from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
 from torchtrain.plugins.planner import estimate_pool, search, summary
 from torchtrain.plugins.planner.allocator import Allocation, peak_reserved
 from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fraction, kernel_of
@@ -77,7 +78,8 @@ def estimate_of(config: JobConfig) -> Estimate:
 
 def with_estimate(config: JobConfig, **options: Any) -> JobConfig:
     """``config`` with these ``options`` of its section [estimate]."""
-    return replace(config, plugins={"estimate": replace(section_of(config, EstimateConfig), **options)})
+    own = replace(section_of(config, EstimateConfig), **options)
+    return replace(config, plugins={**config.plugins, "estimate": own})
 
 
 def flops(record: RankRecord, *phases: str) -> int:
@@ -821,12 +823,14 @@ def test_layout_of_the_search_is_accepted_by_the_trainer(
     monkeypatch.setattr(search, "cores_of_process", lambda: 1)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "4"]
     argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "4", "--estimate.search"]
+    argv += ["--diagnostics.norms_freq", "3"]
     assert command.main([*argv, "--estimate.output", str(best)]) == 0
     out = capsys.readouterr().out
     rates = [float(line.split()[-2].replace(",", "")) for line in out.splitlines() if line.endswith("%")]
     assert all(first >= second for first, second in pairwise(rates))
     config = parse(["--job.config_file", str(best)])
     assert resolve_parallel_dims(config.parallelism, 4)
+    assert section_of(config, DiagnosticsConfig).norms_freq == 3  # other sections of plugins are kept
     # The search simulates few layers; the result must hold for all of them.
     full = estimate_of(with_estimate(config, world_size=4))
     assert full.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)

@@ -14,8 +14,9 @@ from torchtrain import estimate as command
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig
 from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.plugins.planner.advice import advice
 from torchtrain.plugins.planner.hardware import GIB, GPUS
-from torchtrain.plugins.planner.report import draw_memory, format_ranking, merged_phases
+from torchtrain.plugins.planner.report import draw_memory, format_ranking, merged_phases, verdict
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
 
@@ -26,14 +27,15 @@ SEARCHED = r"^[0-9:]+ layout (\d+) of \d+: .*: [\d.]+ GiB, .*; the best so far (
 def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.tensor_parallel_degree", "2"]
     assert command.main([*argv, "--training.local_batch_size", "4"]) == 0
-    verdict, assumed, machines, layout, *tables = capsys.readouterr().out.splitlines()
+    fits, duration, assumed, machines, layout, *tables = capsys.readouterr().out.splitlines()
     n = r"[0-9.,e+-]+"
-    assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%; {n} days, {n} GPU-hours", verdict)
+    assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%", fits)
+    assert re.fullmatch(f"{n} to {n} days, {n} to {n} GPU-hours", duration)
     assert assumed == "for 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s between two of a machine"
     attention = "attention by cuDNN, as PyTorch chooses if it is newer than 9.15"
     assert machines == f"machines of 8 GPUs with 3,200 Gb/s each; {attention}"
     assert layout == "shard 2, tensor 2; 2.05K tokens in each of 100 steps, 205K in all"
-    assert max(map(len, (verdict, assumed, layout, *tables))) <= 120
+    assert max(map(len, (fits, duration, assumed, layout, *tables))) <= 120
     named = [line for line in tables if line.startswith(("shard: ", "tensor: "))]
     assert any(line.startswith("shard: reduce-scatter, backward ") for line in named)
     assert any(line.startswith("tensor: all-gather of activations, forward ") for line in named)
@@ -51,8 +53,50 @@ def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: p
         (["--parallelism.context_parallel_degree=2"], "FlashAttention 2"),
     ):
         assert command.main([*OPTIONS, *options, *argv]) == 0
-        machines = capsys.readouterr().out.splitlines()[2]
+        machines = capsys.readouterr().out.splitlines()[3]
         assert machines == f"machines of 2 GPUs with 200 Gb/s each; attention by {kernel}"
+
+
+def test_duration_and_price_have_limits_and_three_digits() -> None:
+    config = parse([*OPTIONS, "--estimate.world_size", "1", "--estimate.dollars_per_gpu_hour", "2.5"], "", "")
+    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    days = replace(found, costs=replace(found.costs, seconds={"step": 86400.0}), steps=1000)
+    text = verdict(days).splitlines()[1]
+    # A step may be faster or slower by the interval of the estimate, 15%.
+    assert text == "870 to 1,180 days, 20,900 to 28,200 GPU-hours, 52,200 to 70,600 dollars"
+    assert days.as_dict()["dollars"] == 1000 * 24 * 2.5
+
+
+LONG = [*OPTIONS, "--estimate.world_size", "1", "--training.seq_len", "2048", "--training.local_batch_size", "8"]
+
+
+def estimated(*options: str) -> tuple[str, Estimate]:
+    config = parse([*LONG, *options], "torchtrain.estimate", "")
+    model, gpu = resolve_model_config(config), resolve_gpu(config)
+    result = estimate(config, model, gpu)
+    return advice(config, result, model, gpu), result
+
+
+def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
+    _, none = estimated()
+    _, full = estimated("--activation_checkpoint.mode", "full")
+    assert full.peak_reserved_gib < none.peak_reserved_gib
+    between = str((full.peak_reserved_gib + none.peak_reserved_gib) / 2)
+    text, result = estimated("--estimate.memory_gib", between)
+    assert not result.fits
+    options = re.match(
+        r"it fits with activation_checkpoint.mode = '(\w+)' \([\d.]+ GiB, [\d,]+ tokens/s a GPU\); ", text
+    )
+    assert options
+    assert estimated("--estimate.memory_gib", between, "--activation_checkpoint.mode", options[1])[1].fits
+    text, _ = estimated("--estimate.memory_gib", "0.001")
+    assert text == "use more GPUs, which shard parameters and states further; --estimate.search tries all layouts"
+
+
+def test_advice_for_a_run_that_recomputes_without_need() -> None:
+    text, _ = estimated("--activation_checkpoint.mode", "full")
+    assert re.match(r"\d+% faster, and it fits: activation_checkpoint.mode = 'none' \(", text)
+    assert estimated()[0] == ""
 
 
 def test_plot_of_memory_names_phases_and_microbatches(tmp_path: Path) -> None:

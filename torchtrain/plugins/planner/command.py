@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
 def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or search for its fastest layout; return the exit code."""
     from torchtrain.checkpoint.weights import resolve_model_section
+    from torchtrain.plugins.planner.advice import advice
     from torchtrain.plugins.planner.report import draw_memory, format_estimate, format_failures
     from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
     from torchtrain.plugins.planner.summary import estimate
@@ -46,8 +47,12 @@ def run(config: JobConfig) -> int:
         return run_search(config)
     if options.picture:
         require_picture(options.picture, "estimate.picture")
-    result = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    model_config, gpu = resolve_model_config(config), resolve_gpu(config)
+    result = estimate(config, model_config, gpu)
     sys.stdout.write((json.dumps(result.as_dict(), indent=1) if options.json else format_estimate(result)) + "\n")
+    sys.stdout.flush()
+    if not options.json and (line := advice(config, result, model_config, gpu)):
+        sys.stdout.write(f"\n{line}\n")
     if (options.mtbf_hours or options.node_mtbf_hours) and not options.json:
         text = format_failures(result.days, result.step_seconds, result.world_size, options)
         sys.stdout.write(text + "\n")

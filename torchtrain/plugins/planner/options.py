@@ -24,6 +24,8 @@ class EstimateConfig(Section, name="estimate"):
     network_gigabits: NotNegative = 0.0
     """Network bandwidth of a machine in Gb/s, in one direction, such as 3200 for eight adapters of 400. 0: one adapter
     per GPU, as is usual with the GPU type."""
+    dollars_per_gpu_hour: NotNegative = 0.0
+    """Price of a GPU for an hour, of which the price of the run is made. 0: no price."""
     mtbf_hours: NotNegative = 0.0
     """Mean time between failures of one GPU, with its share of machine and network, in hours: 50,700 in the training of
     Llama 3. 0: the duration is estimated without failures, or with those of node_mtbf_hours only."""

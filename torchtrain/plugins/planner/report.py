@@ -57,14 +57,25 @@ def format_estimate(estimate: Estimate) -> str:
 
 
 def verdict(estimate: Estimate) -> str:
-    """Whether the run fits, its speed and its duration."""
+    """Whether the run fits and its speed; then its duration and, if that of a GPU is known, its price."""
     fits = "fits" if estimate.fits else "DOES NOT FIT"
     low, high = (estimate.tokens_per_second_per_gpu * (1 + sign * INTERVAL) for sign in (-1, 1))
+    days, hours, dollars = map(_duration, (estimate.days, estimate.gpu_hours, estimate.dollars))
+    price = f", {dollars} dollars" if estimate.dollars else ""
     return (
         f"{fits}: {estimate.peak_reserved_gib:.1f} of {estimate.gpu.memory_gib:.1f} GiB; {low:,.0f} to {high:,.0f} "
-        f"tokens/s a GPU; MFU {estimate.mfu:.1%}; {estimate.days:,.3g} days, "
-        f"{estimate.days * 24 * estimate.world_size:,.3g} GPU-hours"
+        f"tokens/s a GPU; MFU {estimate.mfu:.1%}\n{days} days, {hours} GPU-hours{price}"
     )
+
+
+def _duration(value: float) -> str:
+    """What is proportional to the time of a step, from the least to the most that the estimate allows."""
+    return " to ".join(_three_digits(value / (1 + sign * INTERVAL)) for sign in (1, -1))
+
+
+def _three_digits(value: float) -> str:
+    """``value`` with three significant digits, and with commas."""
+    return f"{float(f'{value:.3g}'):,.10g}"
 
 
 ATTENTION = {
@@ -101,10 +112,11 @@ def format_failures(days: float, step_seconds: float, world_size: int, options: 
     interval = best_interval(mtbf_seconds, options.save_seconds)
     costs = (mtbf_seconds, options.save_seconds, options.restart_seconds)
     expected = expected_seconds(days * 86400, interval, *costs) / 86400
+    count = f"{expected * 86400 / mtbf_seconds:,.0f}"
+    failures = f"{count} failure{'' if count == '1' else 's'}"
     return (
         f"with a failure every {mtbf_seconds / 3600:,.1f} hours on {world_size:,} GPUs: {expected:.1f} days "
-        f"({days / expected:.1%} of them training), {expected * 24 * world_size:,.0f} GPU-hours, "
-        f"{expected * 86400 / mtbf_seconds:,.0f} failures\n"
+        f"({days / expected:.1%} of them training), {expected * 24 * world_size:,.0f} GPU-hours, {failures}\n"
         f"best checkpoint interval: {interval / 60:,.1f} minutes, checkpoint.interval = "
         f"{max(1, round(interval / step_seconds))}"
     )

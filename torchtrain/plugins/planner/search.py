@@ -114,7 +114,9 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
         f"{count} layouts, of which {len(layouts)} may fit; {len(simulated)} simulated in "
         f"{cpu_seconds:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
     )
-    own = replace(best[0][0], plugins={})
+    fastest_config = best[0][0]
+    of_run = {name: section for name, section in fastest_config.plugins.items() if name != EstimateConfig.section_name}
+    own = replace(fastest_config, plugins=of_run)
     return SearchResult(f"{head}\n{format_ranking(best)}", own, is_complete=why is not INTERRUPTED)
 
 

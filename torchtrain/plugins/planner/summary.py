@@ -123,6 +123,7 @@ class Estimate:
     gpus_per_node: int = 8
     attention: str = "flash"
     """The kernel that is assumed: cudnn, fa3, flash or flex."""
+    dollars_per_gpu_hour: float = 0.0
 
     @property
     def world_size(self) -> int:
@@ -159,6 +160,15 @@ class Estimate:
         """Duration of all steps in days."""
         return self.steps * self.step_seconds / 86400
 
+    @property
+    def gpu_hours(self) -> float:
+        return self.days * 24 * self.world_size
+
+    @property
+    def dollars(self) -> float:
+        """Price of all steps; 0 if the price of a GPU is not known."""
+        return self.gpu_hours * self.dollars_per_gpu_hour
+
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON values."""
         return {
@@ -175,7 +185,8 @@ class Estimate:
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "mfu": self.mfu,
             "days": self.days,
-            "gpu_hours": self.days * 24 * self.world_size,
+            "gpu_hours": self.gpu_hours,
+            **({"dollars": self.dollars} if self.dollars else {}),
         }
 
 
@@ -319,5 +330,15 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
     tokens, flops = global_batch_size * config.training.seq_len, flops_per_token(model_config, config.training.seq_len)
     operation = DIRECT_CALLS[0] if degrees.context > 1 else "scaled_dot_product_attention"
     attention = "flex" if config.data.document_mask else kernel_of(operation, config.training, gpu.capability)
-    node = section_of(config, EstimateConfig).gpus_per_node
-    return Estimate(gpu, degrees, costs, tokens, config.training.steps, flops, simulated, node, attention)
+    return Estimate(
+        gpu,
+        degrees,
+        costs,
+        tokens,
+        config.training.steps,
+        flops,
+        simulated,
+        options.gpus_per_node,
+        attention,
+        options.dollars_per_gpu_hour,
+    )

@@ -1,0 +1,77 @@
+"""What to change about a run that does not fit in memory, or that recomputes activations although memory is free."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+
+from torchtrain.config.schema import JobConfig
+from torchtrain.errors import ConfigError
+from torchtrain.models.spec import DecoderConfig
+from torchtrain.plugins.planner.hardware import Gpu
+from torchtrain.plugins.planner.request import resolve_and_check
+from torchtrain.plugins.planner.search import MODES
+from torchtrain.plugins.planner.summary import Estimate, estimate
+
+ATTEMPTS = 3
+FREE_SHARE = 0.4
+"""A run that leaves more of the memory free than this may recompute less."""
+SEARCH = "--estimate.search tries all layouts"
+
+
+def advice(config: JobConfig, result: Estimate, model_config: DecoderConfig, gpu: Gpu) -> str:
+    """A line with options that make the run fit, or make it faster; empty if there is nothing to say.
+
+    At most ``ATTEMPTS`` configs are simulated.
+
+    Args:
+        config: the run, whose estimate is ``result``.
+    """
+    config, _ = resolve_and_check(config, model_config, gpu)
+    is_wasteful = result.peak_reserved_gib < (1 - FREE_SHARE) * gpu.memory_gib
+    if result.fits and not (is_wasteful and config.activation_checkpoint.mode in MODES[1:]):
+        return ""
+    configs = less_recomputation(config) if result.fits else less_memory(config)
+    for number, (options, changed) in enumerate(configs):
+        if number == ATTEMPTS:
+            break
+        with suppress(ConfigError):
+            found = estimate(changed, model_config, gpu)
+            faster = found.tokens_per_second_per_gpu / result.tokens_per_second_per_gpu - 1
+            if not found.fits or (result.fits and faster < 0.01):
+                continue
+            rate = f"{found.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
+            text = f"{options} ({found.peak_reserved_gib:.1f} GiB, {rate})"
+            if result.fits:
+                return f"{faster:.0%} faster, and it fits: {text}; {SEARCH}"
+            return f"it fits with {text}; {SEARCH}"
+    return "" if result.fits else f"use more GPUs, which shard parameters and states further; {SEARCH}"
+
+
+def less_memory(config: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+    """Options and configs that take less memory, those that cost least first."""
+    mode, batch = config.activation_checkpoint.mode, config.training.local_batch_size
+    stronger = MODES[MODES.index(mode) + 1 :] if mode in MODES else ()
+    for size in (batch, batch // 2, batch // 4):
+        if size and batch % size == 0:
+            for recomputed in (*([mode] if size < batch else []), *stronger):
+                yield _changed(config, recomputed, size)
+
+
+def less_recomputation(config: JobConfig) -> Iterator[tuple[str, JobConfig]]:
+    """Options and configs that recompute fewer activations, the fewest first."""
+    for mode in MODES[: MODES.index(config.activation_checkpoint.mode)]:
+        yield _changed(config, mode, config.training.local_batch_size)
+
+
+def _changed(config: JobConfig, mode: str, batch: int) -> tuple[str, JobConfig]:
+    options = []
+    if mode != config.activation_checkpoint.mode:
+        options.append(f"activation_checkpoint.mode = {mode!r}")
+    if batch != config.training.local_batch_size:
+        options.append(f"training.local_batch_size = {batch}")
+    changed = replace(
+        config,
+        activation_checkpoint=replace(config.activation_checkpoint, mode=mode),  # type: ignore[arg-type]
+        training=replace(config.training, local_batch_size=batch),
+    )
+    return " and ".join(options), changed
