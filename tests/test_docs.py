@@ -68,6 +68,9 @@ LISTED = {
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",
     "pip install -e .": "needs a package index; run by .ci/run",
+    "CONFIG_FILE=run.toml sbatch --array=0-3 --nodes 2 --time 24:00:00 scripts/replicas.slurm": (
+        "run with fewer nodes by test_replicas_slurm.py"
+    ),
     "pip install --target site .": "needs a package index; test_core.py installs a wheel",
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
