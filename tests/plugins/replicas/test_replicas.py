@@ -9,15 +9,22 @@ import shutil
 import signal
 import subprocess
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from crash_test_s3 import tensors
+from data_samples import DOCUMENTS, write_jsonl, write_prepared
 from forked_command import ROOT
-from forked_run import finish, read_metrics
+from forked_run import finish, read_metrics, same_tensors
 from forkserver import free_port
+from s3_server import S3Server
+
+from torchtrain.checkpoint.storage import open_storage
 
 pytest.importorskip("torchft")
 from replica_run import (
@@ -51,10 +58,10 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Returns the undisturbed run with these options, which is trained once."""
     found: dict[tuple[str, ...], Reference] = {}
 
-    def reference(*options: str, ranks: int = 1) -> Reference:
+    def reference(*options: str, ranks: int = 1, config: Path | None = None) -> Reference:
         if options not in found:
             folder = tmp_path_factory.mktemp("reference")
-            (folder / "own.toml").write_text(CONFIG)
+            (folder / "own.toml").write_text(config.read_text() if config else CONFIG)
             finish(folder, "--job.config_file", str(folder / "own.toml"), *options, ranks=ranks, shape=SHAPE)
             found[options] = Reference(folder)
         return found[options]
@@ -122,6 +129,68 @@ def test_two_at_once_with_muon_averages_and_validation(references: Any, started:
         return [(line["step"], line["validation_loss"]) for line in read_metrics(folder) if "validation_loss" in line]
 
     assert validated(replicas.folder) == validated(reference.folder) != []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prepared", "mixture with document masks"])
+def test_a_death_changes_no_bit_on_other_data(kind: str, references: Any, started: Any, tmp_path: Path) -> None:
+    texts = write_jsonl(tmp_path / "texts.jsonl", DOCUMENTS)
+    prepared = write_prepared(tmp_path / "prepared", texts)
+    data = ["--data.path", prepared]
+    if kind != "prepared":
+        mixture = f'[[data.sources]]\npath = "{texts}"\n[[data.sources]]\npath = "{prepared}"\nweight = 2\n'
+        (tmp_path / "mixture.toml").write_text(f"{CONFIG}{mixture}")
+        data = ["--data.document_mask"]
+    reference = references(*data, config=tmp_path / "mixture.toml" if kind != "prepared" else None)
+    replicas = started(*data)
+    if kind != "prepared":
+        shutil.copyfile(tmp_path / "mixture.toml", replicas.folder / "own.toml")
+    assert kill_and_restart(replicas, ["0", "2"], Kill(6, "all-reduce")) == {name: [0] for name in "012"}
+    assert differences(replicas.folder, reference) == []
+
+
+@dataclass
+class KillOnS3(Kill):
+    """In a process with these variables for the S3 server."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def install(self) -> None:
+        os.environ.update(self.environment)
+        super().install()
+
+
+@pytest.mark.slow
+def test_a_death_changes_no_bit_with_checkpoints_in_a_bucket(
+    references: Any, started: Any, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The replica that saves dies in a save; after the next save all die, and resume from the bucket."""
+    for key, value in s3_server.environment.items():
+        monkeypatch.setenv(key, value)
+    steps = ["--training.steps=20", "--lr_scheduler.total_steps=20"]
+    reference = references(*steps)
+    folder = f"s3://{s3_server.make_bucket('replicas')}/run/checkpoint"
+    replicas = started(*steps, "--checkpoint.folder", folder)
+    alive = KillOnS3(environment=s3_server.environment, slow_seconds=0.05)
+    for replica in "012":
+        dies = KillOnS3(5, "in a save", environment=s3_server.environment) if replica == "0" else alive
+        replicas.start(replica, dies)
+    replicas.wait_for_death("0")
+    replicas.start("0", alive)
+    replicas.wait_until(lambda: replicas.step() >= 13)
+    for replica in "012":
+        replicas.kill(replica)
+        replicas.wait_for_death(replica)
+    for replica in "012":
+        replicas.start(replica, alive)
+    assert replicas.wait() == {name: [0] for name in "012"}, replicas.output()
+    assert "resumed from s3://" in replicas.output()
+    storage = open_storage(folder)
+    assert storage.steps()[-1] == 20
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        assert same_tensors(tensors(storage.open(20)), reference.tensors)
+    assert {line[0]: line for line in curves(replicas.folder)} == reference.curve
 
 
 @pytest.mark.slow
@@ -259,7 +328,7 @@ def test_the_commands_of_the_page(tmp_path: Path) -> None:
     page = (ROOT / "docs/replicas.md").read_text()
     commands = "".join(re.findall(r"```bash\n(.*?)```", page, re.DOTALL))
     commands = commands.replace("outputs/replicas", str(tmp_path / "run")).replace("29510", str(free_port()))
-    lighthouse, *replicas = commands.splitlines()
+    lighthouse, *replicas = [line for line in commands.splitlines() if "127.0.0.1" in line]
     few = ["--training.steps", "8", "--metrics.log_freq", "1"]
     environment = {**os.environ, "NGPU": "1", "OMP_NUM_THREADS": "1"}
     processes = []
