@@ -138,9 +138,9 @@ def hang_while_converting() -> None:
         time.sleep(600)
 
     conversion.finite = wait  # type: ignore[assignment]
-    from torchtrain.plugins.huggingface import weights
+    from torchtrain.plugins.huggingface import safetensors_folder
 
-    weights.finite = wait  # type: ignore[assignment]
+    safetensors_folder.finite = wait  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])

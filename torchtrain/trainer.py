@@ -130,7 +130,6 @@ class Trainer:
         self.saved = SavedRun(config)
         resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size(), self.saved)
         check_config(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer, self.saved)
-        require_choice(config)
         self.init_process_groups(resolved, rendezvous)
 
         # From here on the config includes what may change in the course of a run, such as a revision of the data.
@@ -141,6 +140,7 @@ class Trainer:
         self.dataloader, self.validation_loaders = build_loaders(
             self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
         )
+        require_choice(config)  # not earlier: an error of the data that are named says more
         self.require_access()
 
         self.build_model()

@@ -27,15 +27,14 @@ class SpikeDetector(Stateful):
         self.threshold = config.spike_threshold
         self.values = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
 
-    def measure(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The means and standard deviations of the last steps, and whether one of ``values`` is a spike.
+    def usual(self) -> tuple[Tensor, Tensor]:
+        """The means of loss and gradient norm in the last steps, and their standard deviations."""
+        return self.values.mean(dim=1), self.values.std(dim=1, correction=0)
 
-        ``values`` are the loss and the gradient norm. A value is a spike if it exceeds the mean by more than
-        ``faults.spike_threshold`` standard deviations; with a threshold of 0 none is.
-        """
-        means, deviations = self.values.mean(dim=1), self.values.std(dim=1, correction=0)
-        exceeds = values > means + self.threshold * deviations
-        return means, deviations, exceeds.any() if self.threshold > 0 else torch.zeros_like(exceeds[0])
+    def is_spike(self, values: Tensor, means: Tensor, deviations: Tensor) -> Tensor:
+        """Whether the loss or the gradient norm in ``values`` exceeds its mean by more than
+        ``faults.spike_threshold`` standard deviations."""
+        return (values > means + self.threshold * deviations).any()
 
     def add(self, values: Tensor, unless: Tensor) -> None:
         """Add the ``values`` of a step, and forget those of the oldest one, unless the boolean ``unless`` is true."""
@@ -94,7 +93,7 @@ class NonFiniteGuard:
 
         Args:
             step, loss, norm: the step, its mean loss and its gradient norm.
-            mean_loss, mean_norm, loss_deviation, norm_deviation: of the last steps, as ``SpikeDetector.measure``.
+            mean_loss, mean_norm, loss_deviation, norm_deviation: of the last steps, as ``SpikeDetector.usual``.
             bad_losses: number of ranks whose loss is not finite.
 
         Raises:

@@ -88,8 +88,10 @@ class StepCheck:
         all_reduce(flags)  # over all ranks: tensor-parallel ranks count twice in loss and tokens, so the mean is right
         total, tokens, bad_losses, *of_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
-        means, deviations, is_spike = self.spikes.measure(values)
-        bad = (bad_losses > 0) | ~grad_norm.isfinite() | is_spike
+        means, deviations = self.spikes.usual()
+        bad = (bad_losses > 0) | ~grad_norm.isfinite()
+        if self.spikes.threshold > 0:
+            bad = bad | self.spikes.is_spike(values, means, deviations)
         self.spikes.add(values, unless=bad)
         found = torch.cat((values, means, deviations, torch.stack((bad.double(), bad_losses, *of_ranks))))
         numbers = found.to("cpu", non_blocking=True)
