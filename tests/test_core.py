@@ -417,8 +417,10 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
     environment["PYTHONPATH"] = str(ROOT)
     message = run()
-    assert "example is not a known section" in message
-    assert "or it is of a plugin that is not installed" in message
+    assert "--example.answer: there is no section 'example', or it is of a plugin that is not installed" in message
+    message = r"beginnings is not a known section.*; or it is of a plugin that is not installed"
+    with pytest.raises(ConfigError, match=message):
+        from_text("[beginnings]\nanswer = 42\n", "test.toml")
 
 
 def test_plugin_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
@@ -462,6 +464,12 @@ def test_help_of_a_class_that_is_named_as_one_of_the_core(capsys: pytest.Capture
         with pytest.raises(SystemExit):
             parse(["--help", section])
         assert text in capsys.readouterr().out
+
+
+def test_option_of_a_section_that_does_not_exist_may_be_of_a_plugin() -> None:
+    message = r"--beginnings.interval: there is no section 'beginnings', or it is of a plugin that is not"
+    with pytest.raises(ConfigError, match=message):
+        parse(["--beginnings.interval", "4"])
 
 
 def test_run_of_a_plugin_resumes_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,13 +123,23 @@ def command_line_type() -> type[Any]:
 
 
 def require_plugins(argv: Sequence[str]) -> None:
-    """Raise ConfigError if ``argv`` has an option of a plugin of this repository that is not installed."""
+    """Raise ConfigError if ``argv`` has an option of a section that does not exist, as of a plugin that is missing.
+
+    tyro reports the names that are similar to one of a section's, with what may be meant.
+    """
+    sections = section_types()
     for word in argv:
         option = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        section = option.partition(".")[0]
-        if word.startswith("--") and section in CONFIG_SECTIONS.of_plugins and section not in CONFIG_SECTIONS:
+        section, dot, _ = option.partition(".")
+        if not (word.startswith("--") and dot) or section in sections:
+            continue
+        if section in CONFIG_SECTIONS.of_plugins:
+            plugin = CONFIG_SECTIONS.of_plugins[section]
+            raise ConfigError(f"{option} needs the plugin {plugin}, which is not installed")
+        if section != "stages" and not difflib.get_close_matches(section, sections, n=1):
             raise ConfigError(
-                f"{option} needs the plugin {CONFIG_SECTIONS.of_plugins[section]}, which is not installed"
+                f"--{option}: there is no section {section!r}, or it is of a plugin that is not installed; there are "
+                f"{', '.join(sections)}"
             )
 
 
