@@ -41,7 +41,7 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 
 def test_index_of_a_tensor_is_read() -> None:
-    found = parse_index(entry(), {"b": FileRecord("b", 16, "hash")})
+    found = parse_index(entry(), {"b": FileRecord("b", 16, pieces=[(16, "hash")])})
     assert found.state_dict_metadata["a"].size == torch.Size([4])  # type: ignore[union-attr]
 
 
@@ -55,12 +55,14 @@ def test_index_of_a_tensor_is_read() -> None:
         *(entry(chunks=[[[0], [4], "other", 0, 16]]), entry(chunks=[[[0], [4], ["b"], 0, 16]])),
         *(entry(chunks=[[[0], [4], "b", -1, 16]]), entry(chunks=[[[0], [4], "b", 1, 16]])),
         *(entry(chunks=[[[0], [4], "b", 0, 15]]), entry(chunks=[[[0], [2**62], "b", 0, 16]])),
-        entry(chunks=[[[0], [4], "b", 0, 16]] * 2),
+        *(entry(chunks=[[[0], [4], "b", 0, 16]] * 2), entry(chunks=[[[0], [4], "b", 0, 32]])),
+        {"tensors": {**entry()["tensors"], "c": entry(dtype="int32")["tensors"]["a"]}},  # the same piece
+        entry(shape=[0], chunks=[[[0, 0, 0], [0, 0, 0], "b", 0, 16]]),
     ],
 )
 def test_index_that_is_none_is_rejected(content: Any) -> None:
     with pytest.raises(Exception) as error:  # noqa: PT011
-        parse_index(content, {"b": FileRecord("b", 16, "hash")})
+        parse_index(content, {"b": FileRecord("b", 32, pieces=[(16, "hash"), (16, "hash")])})
     assert not isinstance(error.value, MemoryError)
 
 

@@ -494,6 +494,7 @@ def parse_index(content: Any, files: Mapping[str, FileRecord]) -> Metadata:
     """
     entries: dict[str, Any] = {}
     stored: dict[MetadataIndex, Any] = {}
+    unused = {(name, start, length) for name, record in files.items() for start, length in places_of(record)}
     for name, entry in content["tensors"].items():
         if not name.isprintable():
             raise ValueError(f"{name!r} is not the name of a tensor")
@@ -503,18 +504,29 @@ def parse_index(content: Any, files: Mapping[str, FileRecord]) -> Metadata:
             chunk = ChunkStorageMetadata(_shape(offsets), _shape(sizes))
             if file not in files:
                 raise ValueError(f"names {file!r}, which the manifest does not")
-            _shape([start, length])
-            if start + length > files[file].size_bytes:
-                raise ValueError(f"{name!r} does not lie in {file!r}")
+            place = (file, *_shape([start, length]))
+            if place not in unused:
+                raise ValueError(f"{name!r} is not a piece of {file!r} of its own")
+            unused.remove(place)
             if math.prod(sizes) * dtype.itemsize > length:
                 raise ValueError(f"{name!r} has fewer bytes than it should")
             chunks.append(chunk)
             stored[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
         size = _shape(entry["shape"])
+        if any(not len(chunk.offsets) == len(chunk.sizes) == len(size) for chunk in chunks):
+            raise ValueError(f"{name!r} has parts of other dimensions")
         if not _tile([chunk for chunk in chunks if chunk.sizes.numel()], size):
             raise ValueError(f"it does not hold all of these tensors: {printable(name)}")
         entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     return Metadata(entries, storage_data=stored)
+
+
+def places_of(record: FileRecord) -> Iterator[tuple[int, int]]:
+    """Offset and length of each piece of a file."""
+    start = 0
+    for length, _ in record.pieces:
+        yield start, length
+        start += length
 
 
 def _shape(sizes: Any) -> torch.Size:
@@ -567,10 +579,8 @@ class VerifiedReader(FileSystemReader):
         """By file, the hash of each piece by its place, offset and length."""
         hashes: dict[str, dict[tuple[int, int], str]] = {}
         for name, record in self._files.items():
-            start, hashes[name] = 0, {}
-            for length, expected in record.pieces:
-                hashes[name][start, length] = expected
-                start += length
+            expected = (digest for _, digest in record.pieces)
+            hashes[name] = dict(zip(places_of(record), expected, strict=True))
         return hashes
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:

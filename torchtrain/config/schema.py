@@ -127,6 +127,8 @@ class Section:
     def __post_init__(self) -> None:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
+    is_of_data: ClassVar[bool] = False
+    """Of a plugin: whether its options say how the data are read, so that who reads them again needs them."""
     may_differ_between_parts: ClassVar[bool] = False
     """Of a plugin: whether the parts of a run, such as stages, may have different options."""
 

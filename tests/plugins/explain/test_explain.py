@@ -28,6 +28,7 @@ from torchtrain.models.spec import build_model
 from torchtrain.plugins.explain.explanation import split_at
 from torchtrain.plugins.explain.run import on_one_rank, open_run
 from torchtrain.plugins.recheck.options import RecheckConfig
+from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.report.options import ReportConfig
 
 SMALL = [
@@ -296,9 +297,10 @@ def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
 
 
 def test_steps_are_trained_again_in_the_same_order_without_plugins_that_only_watch() -> None:
-    config = replace(JobConfig(), plugins={"recheck": RecheckConfig(interval=10)})
+    cached = RemoteDataConfig(cache_folder="cache")
+    config = replace(JobConfig(), plugins={"recheck": RecheckConfig(interval=10), "remote_data": cached})
     again = on_one_rank(config, "folder")
-    assert again.plugins == {"report": ReportConfig(enable=False)}
+    assert again.plugins == {"report": ReportConfig(enable=False), "remote_data": cached}
     assert again.data.longest_seq_len == config.training.seq_len
     longer = replace(config, data=replace(config.data, longest_seq_len=2**20))
     assert on_one_rank(longer, "folder").data.longest_seq_len == 2**20

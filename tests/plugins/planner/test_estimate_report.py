@@ -93,6 +93,15 @@ def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
     assert text == "use more GPUs, which shard parameters and states further; --estimate.search tries all layouts"
 
 
+def test_advice_of_a_smaller_batch_keeps_the_global_batch() -> None:
+    options = ("--activation_checkpoint.mode", "full", "--training.global_batch_size", "-1")
+    large = estimated(*options)[1].peak_reserved_gib
+    small = estimated(*options, "--training.local_batch_size", "4")[1].peak_reserved_gib
+    text, _ = estimated(*options, "--estimate.memory_gib", str((small + large) / 2))
+    changed = "training.local_batch_size = 4 and training.global_batch_size = 8, as it is now"
+    assert text.startswith(f"it fits with {changed} (")
+
+
 def test_advice_for_a_run_that_recomputes_without_need() -> None:
     text, _ = estimated("--activation_checkpoint.mode", "full")
     assert re.match(r"\d+% faster, and it fits: activation_checkpoint.mode = 'none' \(", text)

@@ -113,7 +113,7 @@ def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
         metrics=MetricsConfig(enable_tensorboard=False),
         profiling=ProfilingConfig(),
         plugins={
-            **{name: section for name, section in config.plugins.items() if section.changes_run},
+            **{name: section for name, section in config.plugins.items() if section.changes_run or section.is_of_data},
             "report": ReportConfig(enable=False),
         },
         stages=(),

@@ -26,6 +26,7 @@ def advice(config: JobConfig, result: Estimate, model_config: DecoderConfig, gpu
     Args:
         config: the run, whose estimate is ``result``.
     """
+    depends_on_local_batch = config.training.global_batch_size == -1
     config, _ = resolve_and_check(config, model_config, gpu)
     is_wasteful = result.peak_reserved_gib < (1 - FREE_SHARE) * gpu.memory_gib
     if result.fits and not (is_wasteful and config.activation_checkpoint.mode in MODES[1:]):
@@ -39,6 +40,8 @@ def advice(config: JobConfig, result: Estimate, model_config: DecoderConfig, gpu
             faster = found.tokens_per_second_per_gpu / result.tokens_per_second_per_gpu - 1
             if not found.fits or (result.fits and faster < 0.01):
                 continue
+            if depends_on_local_batch and changed.training.local_batch_size != config.training.local_batch_size:
+                options += f" and training.global_batch_size = {config.training.global_batch_size}, as it is now"
             rate = f"{found.tokens_per_second_per_gpu:,.0f} tokens/s a GPU"
             text = f"{options} ({found.peak_reserved_gib:.1f} GiB, {rate})"
             if result.fits:

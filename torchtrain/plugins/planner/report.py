@@ -124,7 +124,10 @@ def format_failures(days: float, step_seconds: float, world_size: int, options: 
 
 def format_stages(stages: Sequence[tuple[JobConfig, Estimate]]) -> str:
     """Format the estimates of the stages of a run as a table, one row per stage, and their sum."""
-    titles = ("GiB", "", "s/step", "tokens/s", "MFU", "steps", "tokens", "days", "GPU-hours")
+    titles = ["GiB", "", "s/step", "tokens/s", "MFU", "steps", "tokens", "days", "GPU-hours"]
+    dollars = sum(own.dollars for _, own in stages)
+    if dollars:
+        titles.append("dollars")
     width = max(len("whole run"), *(len(config.job.stage) for config, _ in stages))
     lines = [f"{'stage':<{width}}" + "".join(f"{title:>13}" for title in titles)]
     for config, estimate in stages:
@@ -137,13 +140,15 @@ def format_stages(stages: Sequence[tuple[JobConfig, Estimate]]) -> str:
             f"{estimate.steps:,}",
             format_tokens(estimate.steps * estimate.global_tokens),
             f"{estimate.days:.2f}",
-            f"{estimate.days * 24 * estimate.world_size:,.0f}",
+            f"{estimate.gpu_hours:,.0f}",
+            *([f"{estimate.dollars:,.0f}"] if dollars else []),
         )
         lines.append(f"{config.job.stage:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
-    days, hours = total_days(stages), sum(own.days * 24 * own.world_size for _, own in stages)
+    days, hours = total_days(stages), sum(own.gpu_hours for _, own in stages)
     tokens = sum(own.steps * own.global_tokens for _, own in stages)
+    price = [f"{dollars:,.0f}"] if dollars else []
     whole = ("", "", "", "", "", f"{sum(own.steps for _, own in stages):,}", format_tokens(tokens), f"{days:.2f}")
-    lines.append(f"{'whole run':<{width}}" + "".join(f"{cell:>13}" for cell in (*whole, f"{hours:,.0f}")))
+    lines.append(f"{'whole run':<{width}}" + "".join(f"{cell:>13}" for cell in (*whole, f"{hours:,.0f}", *price)))
     low, high = (100 / (1 + sign * INTERVAL) - 100 for sign in (1, -1))
     lines.append(f"tokens/s are per GPU; days may differ by {low:.0f}% to +{high:.0f}%")
     return "\n".join(lines)

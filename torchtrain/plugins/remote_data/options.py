@@ -11,6 +11,7 @@ class RemoteDataConfig(Section, name="remote_data"):
     """Local cache of data that are read by URL."""
 
     changes_run = False
+    is_of_data = True
 
     cache_folder: LocalPath = ""
     """Folder on a local disk that keeps what is read of data.path and validation.path by URL, for later epochs,

@@ -114,13 +114,13 @@ class ReplicaGroup(Replicas):
         os.environ.setdefault("RUST_LOG", "warn")
         logging.getLogger("torchft").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        from torchft import Manager, ProcessGroupGloo
+        from torchft import ProcessGroupGloo
 
         def loaded(values: Mapping[str, Tensor]) -> None:
             load(values)
             self._has_loaded = True
 
-        config, ranks, rank = self.config, dist.get_world_size(), dist.get_rank()
+        config = self.config
         self.run, self.options, self._group = run, options, group
         host = broadcast_from_rank0(lambda: config.host or socket.gethostname(), group)
         # A store of its own: that of torchrun outlives the ranks, and would have the addresses of dead ones.
@@ -133,7 +133,19 @@ class ReplicaGroup(Replicas):
         port = broadcast_from_rank0(start_store, group)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
         self._pg = ProcessGroupGloo(timeout=timeout)
-        self._manager = Manager(
+        try:
+            self._manager = self._build_manager(loaded, state, host, port)
+        except Exception as error:  # torchft has no error of its own
+            why = str(error).splitlines()[0]
+            raise StorageError(f"replicas.lighthouse = {config.lighthouse!r} does not answer: {why}") from error
+
+    def _build_manager(
+        self, loaded: Callable[..., None], state: Callable[[], Mapping[str, Tensor]], host: str, port: int
+    ) -> Any:
+        from torchft import Manager
+
+        config, timeout = self.config, timedelta(seconds=self.config.collective_timeout_seconds)
+        return Manager(
             pg=self._pg,
             load_state_dict=loaded,
             state_dict=lambda: dict(state()),
@@ -142,8 +154,8 @@ class ReplicaGroup(Replicas):
             timeout=timeout,
             quorum_timeout=timedelta(seconds=config.quorum_timeout_seconds),
             connect_timeout=timeout,
-            rank=rank,
-            world_size=ranks,
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
             store_addr=host,
             store_port=port,
             lighthouse_addr=config.lighthouse,

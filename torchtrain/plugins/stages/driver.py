@@ -320,6 +320,7 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
                     section=f"stage {own.job.stage!r}: data",
                     tokenizer=trainer.tokenizer,
                     verify_bytes=own.data.verify_gib * 2**30,
+                    plugins=own.plugins,
                 )
                 found = open_source(source, context)
                 if source.held_out:
