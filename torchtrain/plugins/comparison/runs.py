@@ -340,13 +340,15 @@ def saved_differences(
     )  # the vocabulary size does not change parameter names
     for name in parameter_shapes(build_model_config(model, None, run.config.training.seq_len)):
         weights = [pair for state in STATES.values() if (pair := both(f"{state}.{name}"))]
-        moments = {m: pair for m in (*betas, "momentum_buffer") if (pair := both(f"optimizer.{name}.{m}"))}
+        prefix = f"optimizer.{name}."  # of the optimizer's states, of which a number is the step
+        states = sorted(key for key, entry in saved[0].items() if key.startswith(prefix) and len(entry.size))
+        moments = {key.removeprefix(prefix): pair for key in states if (pair := both(key))}
         if not weights or weights[0][0].shape != weights[0][1].shape:
             yield name, "not in both checkpoints, or of another shape", False
             continue
         if all(torch.equal(x, y) for x, y in (*weights, *moments.values())):
             continue
-        # The largest update of Muon, and the estimate if only weights are saved.
+        # The largest update of an optimizer like Muon, and the estimate if only weights are saved.
         update = rate * getattr(optimizer, group_of(name, weights[0][0])).lr_factor
         if moments.keys() >= betas.keys():
             mean, square = (moments[m][0].double() / (1 - beta**step) for m, beta in betas.items())
