@@ -17,6 +17,7 @@ from forkserver import Server, free_port
 from gloo_pool import GlooPool
 from hub_server import Hub
 from s3_server import S3Server
+from slurm import Slurm
 
 from torchtrain.config import registry
 from torchtrain.logging import logger
@@ -48,6 +49,15 @@ def gloo() -> Iterator[GlooPool]:
     pool = GlooPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """A SLURM cluster of two virtual nodes."""
+    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
+    cluster.start()
+    yield cluster
+    cluster.stop()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -25,14 +24,6 @@ OPTIONS = [
 ]
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    cluster.start()
-    yield cluster
-    cluster.stop()
 
 
 def submit(

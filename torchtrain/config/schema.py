@@ -128,7 +128,7 @@ class Section:
         check_values(self, f"{self.section_name}." if self.section_name else "")
 
     is_of_data: ClassVar[bool] = False
-    """Of a plugin: whether its options say how the data are read, so that who reads them again needs them."""
+    """Of a plugin: whether its options say how the data are read, so that a replay of a step keeps them."""
     may_differ_between_parts: ClassVar[bool] = False
     """Of a plugin: whether the parts of a run, such as stages, may have different options."""
 

@@ -27,7 +27,7 @@ class SpikeDetector(Stateful):
         self.threshold = config.spike_threshold
         self.values = torch.full((2, config.spike_window), math.nan, dtype=torch.float64, device=device)
 
-    def usual(self) -> tuple[Tensor, Tensor]:
+    def means_and_deviations(self) -> tuple[Tensor, Tensor]:
         """The means of loss and gradient norm in the last steps, and their standard deviations."""
         return self.values.mean(dim=1), self.values.std(dim=1, correction=0)
 
@@ -93,7 +93,7 @@ class NonFiniteGuard:
 
         Args:
             step, loss, norm: the step, its mean loss and its gradient norm.
-            mean_loss, mean_norm, loss_deviation, norm_deviation: of the last steps, as ``SpikeDetector.usual``.
+            mean_loss, mean_norm, loss_deviation, norm_deviation: of the last steps (``SpikeDetector``).
             bad_losses: number of ranks whose loss is not finite.
 
         Raises:

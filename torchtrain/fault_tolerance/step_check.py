@@ -88,7 +88,7 @@ class StepCheck:
         all_reduce(flags)  # over all ranks: tensor-parallel ranks count twice in loss and tokens, so the mean is right
         total, tokens, bad_losses, *of_ranks = flags.unbind()
         values = torch.stack((total / tokens.clamp(min=1), grad_norm))
-        means, deviations = self.spikes.usual()
+        means, deviations = self.spikes.means_and_deviations()
         bad = (bad_losses > 0) | ~grad_norm.isfinite()
         if self.spikes.threshold > 0:
             bad = bad | self.spikes.is_spike(values, means, deviations)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from forked_command import run_command
@@ -16,7 +17,7 @@ from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.plugins.planner.advice import advice
 from torchtrain.plugins.planner.hardware import GIB, GPUS
-from torchtrain.plugins.planner.report import draw_memory, format_ranking, merged_phases, verdict
+from torchtrain.plugins.planner.report import draw_memory, format_ranking, format_stages, merged_phases, verdict
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
 
@@ -65,6 +66,26 @@ def test_duration_and_price_have_limits_and_three_digits() -> None:
     # A step may be faster or slower by the interval of the estimate, 15%.
     assert text == "870 to 1,180 days, 20,900 to 28,200 GPU-hours, 52,200 to 70,600 dollars"
     assert days.as_dict()["dollars"] == 1000 * 24 * 2.5
+
+
+def test_stages_have_a_price_and_a_sum() -> None:
+    config = parse([*OPTIONS, "--estimate.world_size", "1", "--estimate.dollars_per_gpu_hour", "2"], "", "")
+    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    day = replace(found, costs=replace(found.costs, seconds={"step": 864.0}), steps=100)
+    titles, *stages, whole, _ = format_stages([(config, day), (config, day)]).splitlines()
+    assert titles.split()[-1] == "dollars"
+    assert [line.split()[-1] for line in (*stages, whole)] == ["48", "48", "96"]
+    free = replace(day, dollars_per_gpu_hour=0.0)
+    assert "dollars" not in format_stages([(config, free)])
+
+
+def test_slow_estimate_is_not_followed_by_others(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [*LONG, "--activation_checkpoint.mode", "full"]
+    assert command.main(argv) == 0
+    assert "faster, and it fits" in capsys.readouterr().out
+    with patch("torchtrain.plugins.planner.command.SLOW_SECONDS", 0.0):
+        assert command.main(argv) == 0
+    assert "faster, and it fits" not in capsys.readouterr().out
 
 
 LONG = [*OPTIONS, "--estimate.world_size", "1", "--training.seq_len", "2048", "--training.local_batch_size", "8"]

@@ -9,13 +9,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from forked_command import run_command
+from forkserver import free_port
 
 from torchtrain.checkpoint.states import LoaderState
 from torchtrain.config.parse import parse
 from torchtrain.config.registry import TRAINERS
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.replicas import Replicas
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError
 from torchtrain.plugins.replicas import checks
 from torchtrain.plugins.replicas.files import RunFiles
 from torchtrain.plugins.replicas.group import Member
@@ -186,3 +188,16 @@ def test_positions_of_a_changed_batch_are_rejected() -> None:
         pytest.raises(ConfigError, match=r"after a change of training.global_batch_size: set the old one again"),
     ):
         place.load_state_dict({})
+
+
+@pytest.mark.slow
+def test_lighthouse_that_does_not_answer_is_a_storage_error(tmp_path: Path) -> None:
+    address = f"http://127.0.0.1:{free_port()}"
+    found = run_command(
+        *("torchtrain.train", "--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder"),
+        *(str(tmp_path / "run"), "--training.sums", "exact", "--training.global_batch_size", "16"),
+        *("--replicas.lighthouse", address, "--replicas.id", "0", "--replicas.host", "127.0.0.1"),
+        *("--replicas.collective_timeout_seconds", "3"),
+    )
+    assert found.returncode == StorageError.exit_code
+    assert f"error: replicas.lighthouse = {address!r} does not answer: failed to connect" in found.stderr

@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,14 +22,6 @@ SMALL = (
     *("--model.shape.dim", "16", "--model.shape.n_layers", "2", "--model.shape.n_heads", "2"),
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "32"),
 )
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    cluster = Slurm(tmp_path_factory.mktemp("slurm"))
-    cluster.start()
-    yield cluster
-    cluster.stop()
 
 
 def submit(cluster: Slurm, forked_ranks: dict[str, str], folder: Path, *sbatch: str) -> str:

@@ -7,6 +7,7 @@ compiler, data or tokenizer file. Without a tokenizer file, the vocabulary size 
 import json
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,9 @@ from torchtrain.plugins.planner.options import EstimateConfig
 
 if TYPE_CHECKING:  # imports PyTorch
     from torchtrain.models.spec import DecoderConfig
+
+SLOW_SECONDS = 60.0
+"""CPU time of an estimate after which no others are made for advice: a deep pipeline can take minutes."""
 
 
 @command
@@ -48,10 +52,13 @@ def run(config: JobConfig) -> int:
     if options.picture:
         require_picture(options.picture, "estimate.picture")
     model_config, gpu = resolve_model_config(config), resolve_gpu(config)
+    started = time.process_time()
     result = estimate(config, model_config, gpu)
+    is_quick = time.process_time() - started < SLOW_SECONDS
     sys.stdout.write((json.dumps(result.as_dict(), indent=1) if options.json else format_estimate(result)) + "\n")
     sys.stdout.flush()
-    if not options.json and (line := advice(config, result, model_config, gpu)):
+    line = advice(config, result, model_config, gpu) if is_quick and not options.json else ""
+    if line:
         sys.stdout.write(f"\n{line}\n")
     if (options.mtbf_hours or options.node_mtbf_hours) and not options.json:
         text = format_failures(result.days, result.step_seconds, result.world_size, options)

@@ -60,7 +60,7 @@ def verdict(estimate: Estimate) -> str:
     """Whether the run fits and its speed; then its duration and, if that of a GPU is known, its price."""
     fits = "fits" if estimate.fits else "DOES NOT FIT"
     low, high = (estimate.tokens_per_second_per_gpu * (1 + sign * INTERVAL) for sign in (-1, 1))
-    days, hours, dollars = map(_duration, (estimate.days, estimate.gpu_hours, estimate.dollars))
+    days, hours, dollars = map(_with_limits, (estimate.days, estimate.gpu_hours, estimate.dollars))
     price = f", {dollars} dollars" if estimate.dollars else ""
     return (
         f"{fits}: {estimate.peak_reserved_gib:.1f} of {estimate.gpu.memory_gib:.1f} GiB; {low:,.0f} to {high:,.0f} "
@@ -68,8 +68,8 @@ def verdict(estimate: Estimate) -> str:
     )
 
 
-def _duration(value: float) -> str:
-    """What is proportional to the time of a step, from the least to the most that the estimate allows."""
+def _with_limits(value: float) -> str:
+    """The range of a ``value`` that is proportional to the time of a step."""
     return " to ".join(_three_digits(value / (1 + sign * INTERVAL)) for sign in (1, -1))
 
 
