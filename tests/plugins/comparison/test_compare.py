@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
@@ -20,6 +21,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from crash_test_s3 import tensors as tensors_of
 from forked_command import checked_command, run_command
 from forked_run import finish
 from gloo_pool import GlooPool
@@ -28,6 +31,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from torchtrain import files
+from torchtrain.checkpoint.format import VerifiedWriter, read_manifest
+from torchtrain.checkpoint.local_storage import LocalNewCheckpoint, LocalStorage
+from torchtrain.checkpoint.saved_run import read_config_text
+from torchtrain.checkpoint.states import save_tensors
 from torchtrain.compare import main
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import ParameterGroupConfig
@@ -814,6 +821,33 @@ def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:
     code, report = compare(a, run(tmp_path / "decay", *options, "--ema.decay", "0.1"))
     assert code == 1
     assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
+
+
+def test_states_of_any_optimizer_are_compared(tmp_path: Path) -> None:
+    """Two checkpoints whose only difference is a state that neither AdamW nor Muon has."""
+    original = run(tmp_path / "a", "--checkpoint.enable")
+    storage = LocalStorage(f"{original}/checkpoint")
+    step = storage.steps()[-1]
+    saved = storage.open(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        found = tensors_of(saved)
+    key = "optimizer.layers.0.attention.wq.weight.exp_avg"
+    other = key.replace("exp_avg", "trace")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for name, change in (("b", 0.0), ("c", 1.0)):
+        shutil.copytree(original, tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoint")
+        own = {other if of == key else of: tensor for of, tensor in found.items()}
+        own[other] = own[other] + change
+        new = LocalNewCheckpoint(tmp_path / name / "checkpoint" / f"step-{step}")
+        writer = VerifiedWriter(new, read_config_text(saved), manifest=replace(read_manifest(saved), files=()))
+        save_tensors(own, own.__getitem__, writer, new.location)
+    dist.destroy_process_group()
+    assert compare(tmp_path / "b", tmp_path / "b")[0] == 0
+    code, report = compare(tmp_path / "b", tmp_path / "c")
+    assert code == 1
+    assert report["saved"]["found"][0]["tensors"] == ["layers.0.attention.wq.weight"]
 
 
 def test_checkpoints_of_a_model_without_flavor_are_compared(tmp_path: Path) -> None:
