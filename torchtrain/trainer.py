@@ -137,6 +137,7 @@ class Trainer:
         self.config_toml = to_toml(self.config)
         self.plan = plan_of(self.config)
         self.folder = Path(self.config.job.dump_folder)
+        self.run_folder = self.find_run_folder()
         self.dataloader, self.validation_loaders = build_loaders(
             self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
         )
@@ -222,7 +223,7 @@ class Trainer:
             self.stop,
             self.folder,
             step_group=self.gloo_group,
-            validation_losses=partial(validation_losses, self.folder),
+            validation_losses=partial(validation_losses, self.run_folder),
         )
 
     def load_checkpoint(self) -> int:
@@ -256,7 +257,12 @@ class Trainer:
             self.spikes,
             self.stop,
             self.checkpointer.clock,
-            needs_result=lambda step: step == config.training.steps or self.checkpointer.is_due(step),
+            # A step after a bad one takes a batch that a rollback does not give back: that must not depend on time.
+            needs_result=lambda step: (
+                config.faults.on_nonfinite == "rollback"
+                or step == config.training.steps
+                or self.checkpointer.is_due(step)
+            ),
         )
         microbatches = Microbatches(
             self.mesh, device, config.training.local_batch_size, document_start(config, self.tokenizer)
@@ -281,6 +287,10 @@ class Trainer:
     def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
         """What connects this job with other replicas: here nothing."""
         return Replicas()
+
+    def find_run_folder(self) -> Path:
+        """The folder with the metrics and exports of the run: here that of this job's outputs."""
+        return self.folder
 
     def build_metrics(self) -> MetricsRecorder:
         """The recorder of metrics, which is opened when training begins."""
@@ -412,7 +422,7 @@ class Trainer:
         if not stopped and (missing := self.missing_exports()):
             with self.stop.during_export(saved=self.config.checkpoint.enable):
                 for exporter in missing:
-                    exporter.export(self.config, self.step, self.checkpointer, self.model_config)
+                    exporter.export(self.config_of_run(), self.step, self.checkpointer, self.model_config)
         if stopped or not self.is_between_parts:
             self.log_end(stopped)
         destroy_process_group()
@@ -428,9 +438,11 @@ class Trainer:
             ending = "done"
         else:
             ending = "the data ended (data.when_exhausted = 'stop')"
-        logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.config.job.dump_folder)
+        logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.run_folder)
         if rank() == 0:
-            log_results(self.config, self.description, self.step, self.train_step.hooks, is_complete=not stopped)
+            log_results(
+                self.config_of_run(), self.description, self.step, self.train_step.hooks, is_complete=not stopped
+            )
         if not checkpoint.enable:
             saved = "only the exported weights are" if exporters(self.config) and not stopped else "nothing is"
             logger.warning("checkpoint.enable = false: %s saved of this run", saved)
@@ -512,7 +524,7 @@ class Trainer:
         """Whether no validation after the current step has been recorded, due or not; False if validation is off."""
         if not (self.config.validates and self.step):
             return False
-        file = self.folder / "metrics.jsonl"
+        file = self.run_folder / "metrics.jsonl"
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
     @property
@@ -524,7 +536,12 @@ class Trainer:
         """The exporters that have not exported the weights of the current step, the last one."""
         if self.is_between_parts:
             return []
-        return [of for of in exporters(self.config) if of.is_missing(self.config, self.step, self.gloo_group)]
+        config = self.config_of_run()
+        return [of for of in exporters(config) if of.is_missing(config, self.step, self.gloo_group)]
+
+    def config_of_run(self) -> JobConfig:
+        """The config, with the folder of the run."""
+        return replace(self.config, job=replace(self.config.job, dump_folder=str(self.run_folder)))
 
     def roll_back(self) -> None:
         """Load the newest valid checkpoint from before the bad step. The data loader is not rewound.

@@ -49,7 +49,7 @@ keep_latest_k = 10
 Hook = Callable[[], Any]  # called in each process before training; returns None or a context manager to train within
 
 
-def _nothing() -> None:
+def nothing() -> None:
     return None
 
 
@@ -87,7 +87,7 @@ class ForkedRun:
         folder: Path,
         *options: str,
         ranks: int = 2,
-        hook: Hook = _nothing,
+        hook: Hook = nothing,
         shape: TransformerConfig = TINY,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class ForkedRun:
             time.sleep(0.005)
 
 
-def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = _nothing, shape: TransformerConfig = TINY) -> str:
+def finish(folder: Path, *options: str, ranks: int = 2, hook: Hook = nothing, shape: TransformerConfig = TINY) -> str:
     """Train to the end, assert that all ranks exit with 0, and return their output."""
     run = ForkedRun(folder, *options, ranks=ranks, hook=hook, shape=shape)
     codes = run.wait()

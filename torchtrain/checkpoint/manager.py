@@ -296,7 +296,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def _loader_layout(self) -> dict[str, Any] | None:
         loader = self.states.get("loader")
-        return asdict(loader.loader.layout) if isinstance(loader, LoaderState) else None
+        return asdict(loader.layout) if isinstance(loader, LoaderState) else None
 
     def wait_for_copies(self) -> None:
         """Wait for pending copies of the state (``async_with_pinned_mem``). Call it just before the optimizer step."""

@@ -218,6 +218,11 @@ class LoaderState(Stateful):
         self.mesh = mesh
         self._expected: tuple[LoaderLayout, list[bool]] | None = None
 
+    @property
+    def layout(self) -> LoaderLayout:
+        """What the columns of the state stand for."""
+        return self.loader.layout
+
     def expect(self, manifest: Manifest) -> None:
         """Prepare to load the state in the checkpoint with this ``manifest``; DamagedError if it has none."""
         self._expected = None

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
+from torchtrain.distributed.replicas import Replicas
 from torchtrain.torch_internals import ReduceScatter
 
 
@@ -31,14 +32,18 @@ class GradientReducer:
     by_block: bool = True
     after_all_reduce: Callable[[Tensor], None] | None = None
 
-    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    def __init__(self, mesh: DeviceMesh, dtype: torch.dtype, replicas: Replicas | None = None) -> None:
         self.mesh = mesh
         self.dtype = dtype
+        if replicas is not None and replicas.connected:
+            self.after_all_reduce = replicas.all_reduce
 
     @classmethod
     def build(cls, config: JobConfig, mesh: Mesh) -> "GradientReducer":
         """The reducer of a run."""
-        return cls(mesh.fsdp, getattr(torch, config.training.mixed_precision_reduce))
+        # With a dimension of replicas, even of one, FSDP sums the microbatches before ``after_all_reduce``.
+        fsdp = mesh.hsdp if mesh.replicas.connected else mesh.fsdp
+        return cls(fsdp, getattr(torch, config.training.mixed_precision_reduce), mesh.replicas)
 
     @classmethod
     def on_cpu(cls) -> type["GradientReducer"]:

@@ -301,7 +301,7 @@ class Replicas:
 def curves(folder: Path) -> list[tuple[int, str, str]]:
     """Step, loss and gradient norm of each line of metrics in the dump folder, in its order, with all bits."""
     return [
-        (line["step"], line["loss"].hex(), line["grad_norm"].hex())
+        (line["step"], line["loss"].hex(), "NaN" if line["grad_norm"] is None else line["grad_norm"].hex())
         for line in read_metrics(folder)
         if "loss" in line and "event" not in line
     ]
@@ -314,8 +314,11 @@ class Reference:
     folder: Path
     tensors: dict[str, Any] = field(init=False)
     curve: dict[int, tuple[int, str, str]] = field(init=False)
+    lines: set[tuple[int, str, str]] = field(init=False)
+    """Also those that a rollback has undone."""
 
     def __post_init__(self) -> None:
+        self.lines = set(curves(self.folder))
         self.curve = {line[0]: line for line in curves(self.folder)}
         self.tensors = saved_tensors(self.folder, max(self.curve))
 
@@ -330,7 +333,7 @@ def differences(run: Path, reference: Reference) -> list[str]:
     if [line[0] for line in main] != sorted(reference.curve):
         found.append(f"steps {[line[0] for line in main]} in the run's metrics")
     for folder in (run, *run.glob("replicas/*")):
-        found += [f"{folder.name}: {line}" for line in curves(folder) if line != reference.curve[line[0]]]
+        found += [f"{folder.name}: {line}" for line in curves(folder) if line not in reference.lines]
     return found
 
 

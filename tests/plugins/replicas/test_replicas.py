@@ -10,7 +10,6 @@ import signal
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +31,6 @@ from replica_run import (
     PLACES,
     SHAPE,
     Kill,
-    Reference,
-    Replicas,
     curves,
     differences,
     kill_and_restart,
@@ -51,37 +48,6 @@ MUON = [
     "--validation.steps=1",
 ]
 SLOW = Kill(slow_seconds=0.05)
-
-
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Returns the undisturbed run with these options, which is trained once."""
-    found: dict[tuple[str, ...], Reference] = {}
-
-    def reference(*options: str, ranks: int = 1, config: Path | None = None) -> Reference:
-        if options not in found:
-            folder = tmp_path_factory.mktemp("reference")
-            (folder / "own.toml").write_text(config.read_text() if config else CONFIG)
-            finish(folder, "--job.config_file", str(folder / "own.toml"), *options, ranks=ranks, shape=SHAPE)
-            found[options] = Reference(folder)
-        return found[options]
-
-    return reference
-
-
-@pytest.fixture
-def started(tmp_path: Path) -> Iterator[Any]:
-    """Returns replicas that are killed at the end of the test."""
-    all_started = []
-
-    def start(*options: str, ranks: int = 1, members: int = 3) -> Replicas:
-        replicas = Replicas(tmp_path / f"run{len(all_started)}", *options, ranks=ranks, members=members)
-        all_started.append(replicas)
-        return replicas
-
-    yield start
-    for replicas in all_started:
-        replicas.end()
 
 
 def events(folder: Path) -> list[str]:

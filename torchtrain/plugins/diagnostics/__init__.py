@@ -26,8 +26,13 @@ def loss_by_source(trainer: "Trainer") -> "StepHook | None":
         return None
     from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_labels
 
-    group = trainer.mesh.loss.get_group()
-    hook = LossBySource(source_labels(trainer.config.data), trainer.model.loss, group, trainer.device)
+    hook = LossBySource(
+        source_labels(trainer.config.data),
+        trainer.model.loss,
+        trainer.mesh.loss.get_group(),
+        trainer.device,
+        trainer.mesh.replicas,
+    )
     trainer.metrics.step_metrics.append(hook)
     return hook
 

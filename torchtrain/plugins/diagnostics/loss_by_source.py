@@ -6,6 +6,7 @@ from torch import Tensor
 
 from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.distributed.replicas import Replicas
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import OutputLoss, TokenLoss
 
@@ -29,14 +30,24 @@ class LossBySource(StepHook):
     Args:
         labels: names of the sources.
         group: the ranks over which the loss is summed.
+        replicas: whose ranks of this number it is summed over, too.
     """
 
-    def __init__(self, labels: list[str], loss: OutputLoss, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        labels: list[str],
+        loss: OutputLoss,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        replicas: Replicas | None = None,
+    ) -> None:
         self.labels = labels
         self.loss = loss
         self.group = group
+        self.replicas = Replicas() if replicas is None else replicas
         self.sums = torch.zeros(2, len(labels), dtype=torch.float64, device=device)
-        """Of this rank's rows in the last step: losses in nats, and tokens, by source."""
+        """Of this rank's rows in the last step, and of those of other replicas: losses in nats, and tokens, by
+        source."""
         self.sums_since_line = torch.zeros_like(self.sums)
         """The same of all steps since the last call of ``metrics``; sources whose loss is not finite are left out."""
 
@@ -51,6 +62,9 @@ class LossBySource(StepHook):
             # Calls are in the order of the rows, also those of a pipeline, whose microbatches are never reordered.
             self.sums.index_add_(1, self.sources, torch.cat(self.loss.by_row, dim=1))
         self.loss.by_row = None  # validation does not record
+
+    def after_gradients(self) -> None:
+        self.replicas.all_reduce(self.sums)
 
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
         self.sums_since_line += torch.where(self.sums[0].isfinite(), self.sums, 0.0)

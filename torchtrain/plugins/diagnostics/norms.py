@@ -57,12 +57,13 @@ class NormsByLayer(StepHook):
         self.freq = freq
         self.report = report
         self.device = model.device
-        replicas = model.pipeline.tied_replicas if model.pipeline is not None else []
+        self.replicas = model.mesh.replicas
+        tied = model.pipeline.tied_replicas if model.pipeline is not None else []
         own = [
             (layer_of(name), parameter)
             for part in model.model_parts
             for name, parameter in part.named_parameters()
-            if not any(parameter is replica for replica in replicas) and is_first_replica(_sharded(parameter))
+            if not any(parameter is replica for replica in tied) and is_first_replica(_sharded(parameter))
         ]
         # The same order on all ranks, which may hold other layers (pipeline parallelism).
         layers_of_ranks = gather_from_all_ranks(lambda: [layer for layer, _ in own], group)
@@ -115,6 +116,9 @@ class NormsByLayer(StepHook):
     def after_gradients(self) -> None:
         if not self.is_due:
             return
+        self.replicas.all_reduce(self.outputs)
+        self.replicas.all_reduce(self.logit_sums)
+        self.replicas.all_reduce(self.largest_logits, dist.ReduceOp.MAX)
         self.squares = torch.zeros(len(KINDS), len(self.layers), dtype=torch.float64, device=self.device)
         for layer, parameter in self.parameters:
             if parameter.grad is not None:

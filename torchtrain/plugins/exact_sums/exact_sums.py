@@ -44,10 +44,8 @@ class ExactGradientReducer(GradientReducer):
 
     def __init__(self, config: JobConfig, mesh: Mesh) -> None:
         # Always 2-D (replicate, shard), because FSDP accumulates microbatches in its reduce_dtype only with HSDP.
-        super().__init__(mesh.hsdp, torch.int64)
+        super().__init__(mesh.hsdp, torch.int64, mesh.replicas)
         self.state = self.sums = ExactSums(torch.device(mesh.world.device_type), mesh.replicas)
-        if mesh.replicas.connected:
-            self.after_all_reduce = mesh.replicas.all_reduce
         self.param_dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
         self.transport = section_of(config, ExactSumsConfig).transport
         degrees = mesh.degrees

@@ -17,7 +17,7 @@ def recheck(trainer: "Trainer") -> None:
     from torchtrain.plugins.recheck.options import RecheckConfig
 
     options = section_of(trainer.config, RecheckConfig)
-    if not options.interval:
+    if not options.interval or trainer.parallel_dims.batch == 1:  # of replicas, which compare their states
         return
     from torchtrain.plugins.recheck.recheck import Recheck
 

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torchtrain.config.schema import CountOrZero, JobConfig, Section
+from torchtrain.config.schema import CountOrZero, JobConfig, Section, option_of_plugin
 from torchtrain.errors import ConfigError
 
 if TYPE_CHECKING:  # imports PyTorch
@@ -30,7 +30,7 @@ class RecheckConfig(Section, name="recheck"):
         if not self.interval:
             return
         given = f"recheck.interval = {self.interval} compares the gradients of the same microbatch on several ranks"
-        if degrees.batch < 2:
+        if degrees.batch < 2 and not option_of_plugin(config, "replicas.lighthouse"):
             raise ConfigError(
                 f"{given}, and needs at least two data-parallel ranks; there is 1: start more ranks, or set interval = "
                 "0"

@@ -122,6 +122,7 @@ class Recheck(StepHook):
         # As ``TrainStep`` computes it, which has not yet done so.
         self.global_tokens = (batch.labels != IGNORE_INDEX).sum().to(device)
         all_reduce(self.global_tokens, group=self.batch_group)
+        self.model.mesh.replicas.all_reduce(self.global_tokens)
         self.repeated = self.repeat(1)
 
     def before_forward_backward(self, batch: Batch) -> None:  # noqa: ARG002

@@ -4,7 +4,7 @@ from typing import Any
 
 from torchtrain.config.registry import CONFIG_SECTIONS, TRAINERS
 
-REQUIRES = ("torchtrain.plugins.exact_sums",)
+REQUIRES = ("torchtrain.plugins.exact_sums", "torchtrain.plugins.recheck")
 
 CONFIG_SECTIONS.add("replicas", "torchtrain.plugins.replicas.options:ReplicasConfig")
 

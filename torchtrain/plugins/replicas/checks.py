@@ -2,7 +2,6 @@
 
 from importlib.util import find_spec
 
-from torchtrain.config.registry import EXPORTERS
 from torchtrain.config.schema import JobConfig, option_of_plugin
 from torchtrain.errors import ConfigError
 from torchtrain.plugins.replicas.options import ReplicasConfig
@@ -21,30 +20,16 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
         )
     if not all(character.isalnum() or character in "-_." for character in replicas.own_id) or replicas.own_id[0] == ".":
         raise ConfigError(f"replicas.id = {replicas.own_id!r} names a folder: take letters, digits, '-' and '_'")
-    if config.training.sums != "exact":
+    if config.training.sums != "exact" and not replicas.allow_fast_sums:
         raise ConfigError(
             f"training.sums = {config.training.sums!r} rounds sums in an order that depends on the living replicas: "
-            "with replicas.lighthouse set training.sums = 'exact'"
+            "with replicas.lighthouse set training.sums = 'exact', or replicas.allow_fast_sums = true"
         )
-    of_plugins = (
-        *("diagnostics.enable_loss_by_source", "diagnostics.norms_freq", "recheck.interval"),
-        "comparison.fingerprint_steps",
-    )
     for is_set, option in (
-        (
-            config.stages or config.training.global_batch_size_schedule,
-            "[[stages]] and training.global_batch_size_schedule",
-        ),
         (any(source.source_type in STREAMED for source in config.data.all), "streamed data (by URL, or from the hub)"),
         (config.data.when_exhausted != "repeat", "data.when_exhausted = 'stop'"),
-        (config.faults.on_nonfinite == "rollback", "faults.on_nonfinite = 'rollback'"),
-        (config.checkpoint.keep_best_k, "checkpoint.keep_best_k"),
         (config.training.enable_cpu_offload, "training.enable_cpu_offload"),
-        *((option_of_plugin(config, name), name) for name in of_plugins),
-        (
-            any(EXPORTERS[name](config) is not None for name in EXPORTERS),
-            "an export at the end (huggingface.export)",
-        ),
+        (option_of_plugin(config, "comparison.fingerprint_steps"), "comparison.fingerprint_steps"),
     ):
         if is_set:
             raise ConfigError(

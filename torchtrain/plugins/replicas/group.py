@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented
 
+from torchtrain.config.run_plan import OtherPartError
 from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
@@ -22,6 +24,8 @@ from torchtrain.logging import logger
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
 NAME_BYTES = 16
+STEPS = 1 << 32  # more than a run has
+ROLLBACKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,8 @@ class Member:
     """Whether it was asked to stop, and all others with it."""
     options: int
     """Hash of its config, apart from what may differ between replicas."""
+    state: int
+    """Hash of the state on this rank, if it is to be compared; else 0."""
     run: str
     """The id of the run."""
     name: str
@@ -46,15 +52,15 @@ class Member:
     @staticmethod
     def of(row: Sequence[int]) -> "Member":
         """The member with this ``row``."""
-        name = _bytes_of(row[7:9]).rstrip(b"\0").decode(errors="replace")
-        present, since, saved, stopping, options = row[:5]
-        return Member(present, since, saved, stopping, options, _bytes_of(row[5:7]).hex(), name)
+        name = _bytes_of(row[8:10]).rstrip(b"\0").decode(errors="replace")
+        present, since, saved, stopping, options, state = row[:6]
+        return Member(present, since, saved, stopping, options, state, _bytes_of(row[6:8]).hex(), name)
 
     @property
     def row(self) -> list[int]:
         """This member as integers, for a sum over replicas."""
         name = self.name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-        numbers = [self.present, self.since, self.saved, self.stopping, self.options]
+        numbers = [self.present, self.since, self.saved, self.stopping, self.options, self.state]
         return [*numbers, *_integers_of(bytes.fromhex(self.run)), *_integers_of(name)]
 
 
@@ -72,7 +78,6 @@ class ReplicaGroup(Replicas):
     Attributes:
         members: the members of the current step, by their number.
         number: the number of this replica among them.
-        step: the steps that are complete, which the lighthouse compares: who is behind takes the state of another.
     """
 
     connected = True
@@ -86,6 +91,8 @@ class ReplicaGroup(Replicas):
         self.since = 0
         self.is_stopping: Callable[[], bool] = lambda: False
         self.stop_all: Callable[[], None] = lambda: None
+        self.hash_of_state: Callable[[int], int] = lambda _: 0
+        """Returns ``Member.state`` after this step."""
         self.last_saved = -1
         self.discarded = 0
         self._has_loaded = False  # by the last quorum
@@ -98,6 +105,7 @@ class ReplicaGroup(Replicas):
         load: Callable[[Mapping[str, Tensor]], None],
         *,
         run: str,
+        part: int,
         options: int,
         group: dist.ProcessGroup,
     ) -> None:
@@ -107,6 +115,7 @@ class ReplicaGroup(Replicas):
             state: returns this rank's part of all state, for a replica that joins.
             load: loads what ``state`` returns on the rank of the same number of another replica.
             run: the id of the run, 32 hexadecimal digits.
+            part: the number of the part of the run, from 0.
             options: see ``Member``.
             group: a gloo group of all ranks of this replica.
         """
@@ -138,6 +147,7 @@ class ReplicaGroup(Replicas):
         except Exception as error:  # torchft has no error of its own
             why = str(error).splitlines()[0]
             raise StorageError(f"replicas.lighthouse = {config.lighthouse!r} does not answer: {why}") from error
+        self.progress = part, 0, 0
 
     def _build_manager(
         self, loaded: Callable[..., None], state: Callable[[], Mapping[str, Tensor]], host: str, port: int
@@ -166,12 +176,23 @@ class ReplicaGroup(Replicas):
         )
 
     @property
-    def step(self) -> int:
-        return int(self._manager.current_step())
+    def progress(self) -> tuple[int, int, int]:
+        """Part of the run, rollbacks in it, and steps that are complete.
 
-    @step.setter
-    def step(self, step: int) -> None:
-        self._manager.load_state_dict({"step": step, "batches_committed": 0})
+        The replicas compare it as one number: who is behind takes the state of another.
+        """
+        of_part, step = divmod(int(self._manager.current_step()), STEPS)
+        return *divmod(of_part, ROLLBACKS), step
+
+    @progress.setter
+    def progress(self, progress: tuple[int, int, int]) -> None:
+        part, rollbacks, step = progress
+        self._manager.load_state_dict({"step": (part * ROLLBACKS + rollbacks) * STEPS + step, "batches_committed": 0})
+
+    @property
+    def step(self) -> int:
+        """The steps that are complete."""
+        return self.progress[2]
 
     @property
     def size(self) -> int:
@@ -199,20 +220,21 @@ class ReplicaGroup(Replicas):
             StorageError: the lighthouse does not answer, or the other replicas do not come.
         """
         self.has_joined = is_torn = False
-        before = self.step
+        before = self.progress
         while True:
             self._has_loaded = False
             self._start_quorum()
             if not self.failed:
                 self._meet()
             self.has_joined = self.has_joined or self._has_loaded
-            maxima = torch.tensor([self.failed, not self._has_loaded, self.step, -self.step], dtype=torch.int64)
-            all_reduce(maxima, self._group, dist.ReduceOp.MAX)
-            failed, some_not_loaded, last, minus_first = maxima.tolist()
-            if last != -minus_first:
+            own = torch.tensor([self.failed, not self._has_loaded, *self.progress], dtype=torch.int64)
+            extremes = torch.cat((own, -own))
+            all_reduce(extremes, self._group, dist.ReduceOp.MAX)
+            failed, some_not_loaded, *last = extremes[:5].tolist()
+            if last != (-extremes[7:]).tolist():
                 # Only some ranks have got the state of another replica: it is asked for again.
                 is_torn, failed = True, True
-                self.step = before
+                self.progress = before
             elif is_torn and some_not_loaded:
                 raise StorageError(
                     "the replica whose state this one was taking has died, and this one has a part of it"
@@ -230,7 +252,7 @@ class ReplicaGroup(Replicas):
     def _start_quorum(self) -> None:
         try:
             self._manager.start_quorum()
-        except TorchtrainError:  # by ``load``
+        except (TorchtrainError, OtherPartError):  # by ``load``
             raise
         except Exception as error:  # torchft has no error of its own
             raise StorageError(
@@ -242,9 +264,12 @@ class ReplicaGroup(Replicas):
         """Exchange what a ``Member`` is."""
         self.number, size = self._manager.participating_rank() or 0, self._manager.num_participants()
         since = self.step if self.has_joined or self._has_loaded else self.since
-        own = Member(1, since, self.last_saved, int(self.is_stopping()), self.options, self.run, self.config.own_id).row
-        table = torch.zeros(size, len(own), dtype=torch.int64)
-        table[self.number] = torch.tensor(own)
+        state = self.hash_of_state(self.step)
+        own = Member(
+            1, since, self.last_saved, int(self.is_stopping()), self.options, state, self.run, self.config.own_id
+        )
+        table = torch.zeros(size, len(own.row), dtype=torch.int64)
+        table[self.number] = torch.tensor(own.row)
         self.all_reduce(table)
         self.members = [Member.of(row) for row in table.tolist()]
         if any(member.present != 1 for member in self.members):
@@ -257,6 +282,19 @@ class ReplicaGroup(Replicas):
         self.run = leader.run
         if any(member.stopping for member in self.members):
             self.stop_all()
+
+    def other_states(self) -> tuple[list[str], bool]:
+        """The names of the members whose state differs from that of most of them, on any rank; and whether it is known
+        that these are wrong: where no state is that of most members, all are named. Collective in the replica."""
+        states = [member.state for member in self.members]
+        usual, count = Counter(states).most_common(1)[0]
+        is_known = 2 * count > self.size
+        differ = torch.tensor([not is_known or state != usual for state in states], dtype=torch.int64)
+        all_reduce(differ, self._group, dist.ReduceOp.MAX)
+        unknown = torch.tensor(not is_known, dtype=torch.int64)
+        all_reduce(unknown, self._group, dist.ReduceOp.MAX)
+        names = [member.name for member, differs in zip(self.members, differ.tolist(), strict=True) if differs]
+        return names, not bool(unknown)
 
     def require_options(self, of_others: int) -> None:
         """Raise ConfigError unless the options of this replica are those of a running one, by their hash."""
@@ -297,6 +335,8 @@ class ReplicaGroup(Replicas):
         self._pg.abort()
 
     def vote(self) -> None:
+        # Nobody has a result of this before all replicas have come here: none of their step hooks has raised an error.
+        self.all_reduce(torch.zeros(1))
         if self._manager.should_commit():
             self.discarded = 0
             return

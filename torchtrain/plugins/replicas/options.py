@@ -33,6 +33,8 @@ class ReplicasConfig(Section, name="replicas"):
     """How often a replica asks the lighthouse again if it does not answer, each time after a longer pause."""
     max_discarded: Count = 20
     """Maximum number of attempts of one step that the replicas discard in a row."""
+    allow_fast_sums: bool = False
+    """Train also with training.sums = "fast". Bits then depend on which replicas live in which step."""
     on_stop: Literal["leave", "all"] = "leave"
     """What a request to stop (docs/faults.md) that one replica gets means. leave: it leaves after its step,
     and the others continue. all: all replicas stop after this step, and one of them saves."""

@@ -1,5 +1,7 @@
 """The place in the data of all rows of the global batch, which every rank of every replica keeps."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -7,10 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtrain.checkpoint.states import LoaderState
-from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
-from torchtrain.errors import ConfigError
 from torchtrain.plugins.replicas.group import ReplicaGroup
 
 
@@ -31,25 +32,31 @@ class PlaceState(LoaderState):
         self._layout = loader.layout
         self._must_reread = True
 
+    @property
+    def layout(self) -> LoaderLayout:
+        """That of ``place``. Text has more columns after a change of the global batch size."""
+        return self._layout
+
     def state_dict(self) -> dict[str, Any]:
         return {"rows": self.place} if self._expected is None else super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._expected is not None:
             super().load_state_dict(state_dict)
-            if self.loader.layout != self._layout:  # it has more columns for what rows of the other batch had begun
-                raise ConfigError(
-                    "replicas cannot continue a run on text after a change of training.global_batch_size: set the old "
-                    "one again, or continue without replicas.lighthouse"
-                )
-            self.place = self.loader.state_dict()["rows"]
+            self.place, self._layout = self.loader.state_dict()["rows"], self.loader.layout
         self._must_reread = True
+
+    def set_sizes(self, state_sizes: Sequence[int]) -> None:
+        """Prepare to load a state with so many columns for each source, of a replica that runs."""
+        self._layout = replace(self._layout, state_sizes=tuple(state_sizes))
+        columns = 1 + len(state_sizes) + sum(state_sizes)
+        self.place = torch.zeros(len(self.place), columns, dtype=torch.int64)
 
     def read(self, rows: range) -> None:
         """Let the loader continue with ``rows``, from ``place``."""
         if self._must_reread or rows != self.loader.rows:
             self.loader.reassign(rows)
-            self.loader.load_state_dict({"rows": self.place[rows.start : rows.stop]})
+            self.loader.resume(self.place.numpy(), self.layout, [True] * len(self.layout.state_sizes))
         self._must_reread = False
 
     def discard(self) -> None:

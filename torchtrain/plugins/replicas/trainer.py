@@ -13,18 +13,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.parse import to_toml
+from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import rank, world_size
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
-from torchtrain.errors import SupersededError
+from torchtrain.errors import HardwareError, SupersededError
 from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
-from torchtrain.metrics.writers import has_validation
 from torchtrain.models.loss import TokenLoss
+from torchtrain.parallelisms.fsdp import fsdp_modules
+from torchtrain.plugins.recheck.hashes import TensorHash, combine, read
+from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.replicas.checks import check_config
 from torchtrain.plugins.replicas.files import RunFiles
 from torchtrain.plugins.replicas.group import ReplicaGroup
@@ -33,7 +35,7 @@ from torchtrain.plugins.replicas.place import PlaceState
 from torchtrain.plugins.replicas.rows import rows_of
 from torchtrain.trainer import Trainer
 
-OPTIONS = "replicas.options"
+OPTIONS, PLACE_SIZES = "replicas.options", "replicas.place_sizes"
 
 
 class ReplicaTrainer(Trainer):
@@ -47,11 +49,14 @@ class ReplicaTrainer(Trainer):
     def __init__(self, config: JobConfig, *arguments: Any, **options: Any) -> None:
         self.replica_config = section_of(config, ReplicasConfig)
         check_config(config, self.replica_config)
-        self.run_folder = Path(config.job.dump_folder)
-        own_folder = self.run_folder / "replicas" / self.replica_config.own_id
-        self.files = RunFiles(self.run_folder, own_folder)
-        checkpoints = config.checkpoint.location(self.run_folder.absolute())
+        if config.training.sums != "exact":
+            logger.warning("replicas: with training.sums = 'fast' the bits of the run depend on which replicas live")
+        self.folder_of_all = Path(config.job.dump_folder)
+        own_folder = self.folder_of_all / "replicas" / self.replica_config.own_id
+        self.files = RunFiles(self.folder_of_all, own_folder)
+        checkpoints = config.checkpoint.location(self.folder_of_all.absolute())
         self.options = _hash(config)
+        self.part_has_ended = False
         super().__init__(
             replace(
                 config,
@@ -61,6 +66,11 @@ class ReplicaTrainer(Trainer):
             *arguments,
             **options,
         )
+        self.recheck = section_of(config, RecheckConfig)
+        if self.recheck.interval:
+            self.group.hash_of_state = self.hash_of_state
+        # So that replicas whose steps take different times act on a result after the same step.
+        self.step_check.needs_result = lambda _: True
         if self.replica_config.on_stop == "all":
             shared = SharedStop(self.stop)
             self.step_check.stop = shared
@@ -73,21 +83,34 @@ class ReplicaTrainer(Trainer):
         self.group = ReplicaGroup(self.replica_config)
         return self.group
 
+    def find_run_folder(self) -> Path:
+        return self.folder_of_all
+
     def states(self) -> dict[str, Stateful]:
         self.place = PlaceState(self.dataloader, self.mesh)
         return super().states() | {"loader": self.place}
 
     def load_checkpoint(self) -> int:
         """Take the state of a replica that runs, or load the checkpoint if there is none."""
-        lease = self.checkpointer.lease
+        lease, part = self.checkpointer.lease, self.plan.number
         self.group.connect(
-            self.live_state, self.load_live_state, run=lease.run, options=self.options, group=self.gloo_group
+            self.live_state,
+            self.load_live_state,
+            run=lease.run,
+            part=part,
+            options=self.options,
+            group=self.gloo_group,
         )
-        self.group.begin()
-        begins = not self.group.has_joined
-        if begins and self.checkpointer.start.step is not None:
-            self.group.step = self.group.since = self.checkpointer.resume() or 0
-            self.group.begin()  # others may have loaded another checkpoint
+        try:
+            self.group.begin()
+            begins = not self.group.has_joined
+            if begins and self.checkpointer.start.step is not None:
+                self.group.since = self.checkpointer.resume() or 0
+                self.group.progress = part, 0, self.group.since
+                self.group.begin()  # others may have loaded another checkpoint
+        except OtherPartError:
+            self.group.close()
+            raise
         self.checkpointer.lease = replace(lease, run=self.group.run)
         if begins and self.group.is_leader and rank() == 0:
             self.files.begin_run(self.group.run, resumed=self.group.step > 0)
@@ -109,12 +132,21 @@ class ReplicaTrainer(Trainer):
     def live_state(self) -> dict[str, Tensor]:
         """This rank's part of all states, for a replica that joins, and the hash of the options."""
         tensors = {name: local(tensor) for name, tensor in flatten(self.checkpointer.states).items()}
-        return {OPTIONS: torch.tensor(self.options), **tensors}
+        sizes = torch.tensor(self.place.layout.state_sizes)
+        return {OPTIONS: torch.tensor(self.options), PLACE_SIZES: sizes, **tensors}
 
     @torch.no_grad()
     def load_live_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the ``live_state`` of the rank of this number in another replica."""
+        """Load the ``live_state`` of the rank of this number in another replica.
+
+        Raises:
+            OtherPartError: that one is in another part of the run.
+        """
+        part = self.group.progress[0]
+        if part != self.plan.number:
+            raise OtherPartError(self.plan.first_step(part) - 1)
         self.group.require_options(int(state[OPTIONS]))
+        self.place.set_sizes(state[PLACE_SIZES].tolist())
         states = self.checkpointer.states
         tensors = flatten(states)
         for name, tensor in tensors.items():
@@ -133,9 +165,10 @@ class ReplicaTrainer(Trainer):
 
     def run_steps(self) -> None:
         super().run_steps()
-        if self.step >= self.config.training.steps:
+        if self.step >= self.config.training.steps and not self.part_has_ended:
             self.wait_for_last_save()
         self.group.close()
+        self.files.end()  # what the summary at the end of the log is made from
 
     def take_step(self, batches: Iterator[Batch]) -> tuple[TokenLoss, Tensor] | None:
         while True:
@@ -159,10 +192,10 @@ class ReplicaTrainer(Trainer):
     def begin_step(self) -> None:
         """Agree on the members, follow a replica that is ahead, and assign rows to this rank."""
         if not self._has_begun:
-            before = self.group.members
-            self.group.begin()
-            self.record_members(before)
+            self.agree_on_members()
         self._has_begun = False
+        if self.part_has_ended:
+            return
         if rank() == 0:  # only now: a replica that led and hung leads no longer
             self.files.update(self.group.is_leader)
         if self.group.step != self.step:
@@ -182,6 +215,58 @@ class ReplicaTrainer(Trainer):
         )
         self.place.read(rows)
         self.metrics.tokens_per_step = len(rows) * dims.batch * training.seq_len  # of this replica
+
+    def agree_on_members(self) -> None:
+        """Ask for the members, and log who has come and gone.
+
+        This replica may have missed the end of its part of the run, after which the others continue with the next one.
+        """
+        # Validation leaves some parameters gathered. Sending the state shards them again on the ranks that send it, and
+        # only these would gather them in the next forward. A rank that takes a state would use those before it.
+        for part in self.model.model_parts:
+            for module in fsdp_modules(part):
+                module.reshard()
+        before = self.group.members
+        try:
+            self.group.begin()
+        except OtherPartError:
+            logger.info("replicas: the others are in a later %s", self.plan.part_name)
+            self.part_has_ended, self.step = True, self.config.training.steps
+            return
+        self.record_members(before)
+        if self.is_checked(self.step):
+            self.compare_states()
+
+    def is_checked(self, step: int) -> bool:
+        """Whether the states of the replicas after ``step`` are compared."""
+        return self.recheck.interval > 0 and step % self.recheck.interval == 0
+
+    def hash_of_state(self, step: int) -> int:
+        """Hash of this rank's part of all states, if they are compared after ``step``; else 0."""
+        if not self.is_checked(step):
+            return 0
+        hash_of = TensorHash(self.device)
+        return combine(read({name: [hash_of(tensor)] for name, tensor in self.live_state().items()}).values())
+
+    def compare_states(self) -> None:
+        """Log which replicas have another state than most.
+
+        Raises:
+            HardwareError: this is one of them, or may be, and ``recheck.on_wrong_rank`` is "stop".
+        """
+        names, is_known = self.group.other_states()
+        if not names:
+            return
+        self.metrics.record_event(self.group.step, "wrong_replica", {"named": is_known, "replicas": names})
+        who = (
+            f"{', '.join(names)} has another state than most replicas"
+            if is_known
+            else (f"the states of the replicas {', '.join(names)} differ, and none is that of most")
+        )
+        message = f"replicas: after step {self.group.step}, {who}"
+        if self.recheck.on_wrong_rank == "stop" and self.group.members[self.group.number].name in names:
+            raise HardwareError(f"{message}. Exclude that machine, and start the replica again")
+        logger.warning("%s", message)
 
     def changing_state(self) -> dict[str, Tensor]:
         """The state that changes before the vote."""
@@ -218,6 +303,8 @@ class ReplicaTrainer(Trainer):
             self.checkpointer.clock.agreed = False
             self.checkpointer.clock.start()
             return
+        if rank() == 0:  # others leave after the last save, and do not add what this one may not write any more
+            self.files.update(True)
         leaves = self.stop.agreed and self.step < self.config.training.steps
         if leaves:
             self.group.close()
@@ -243,20 +330,32 @@ class ReplicaTrainer(Trainer):
         if not self.config.checkpoint.enable:
             return
         while all(member.saved != self.step for member in self.group.members):
-            before = self.group.members
-            self.group.begin()
-            self.record_members(before)
+            self.agree_on_members()
+            if self.part_has_ended:
+                return
             if self.group.is_leader and self.group.last_saved != self.step:
                 self.save(last=True)
 
-    def misses_validation(self) -> bool:
-        if not (self.config.validates and self.step):
-            return False
-        file = self.run_folder / "metrics.jsonl"
-        return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
+    def roll_back(self) -> None:
+        """The replica that leads loads the checkpoint. It is ahead then, and the others take its state."""
+        part, rollbacks, _ = self.group.progress
+        while self.group.progress[1] == rollbacks:
+            if self.group.is_leader:
+                self.checkpointer.take_lease(self.step)
+                super().roll_back()
+                self.group.progress = part, rollbacks + 1, self.step
+                self._has_begun = False
+                return
+            self.agree_on_members()
+            if self.part_has_ended:
+                return
+            self._has_begun = True
+        self.step = self.group.step
+        self.step_check.reset()
+        self.metrics.undo(self.step)
 
     def missing_exports(self) -> list[Exporter]:
-        return []  # rejected by ``check_config``
+        return super().missing_exports() if self.group.is_leader else []
 
 
 @dataclass
