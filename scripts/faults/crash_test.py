@@ -15,7 +15,8 @@ one fault, in random order:
 - changed data: a data file is replaced by another one of the same size and time before the run starts;
 - flipped read: while a checkpoint is verified and loaded, one read returns a flipped bit.
 
-``--composed`` injects several faults into each round (``crash_test_composed.py``).
+``--composed`` injects several faults into each round (``crash_test_composed.py``). ``--replicas 3`` trains replicas
+instead, which die (``crash_test_replicas.py``).
 
 Every exit code must be the one that docs/faults.md documents, and every complete checkpoint must match its manifest. In
 the end the run must be bitwise identical to an undisturbed run, and no process or temporary file may be left.
@@ -534,6 +535,11 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("outputs"), help="folder in which crash_test is created again"
     )
+    parser.add_argument(
+        "--replicas", type=int, help="so many replicas, whose faults are those of crash_test_replicas.py"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a replica")
+    parser.add_argument("--layout", help="of replicas: fsdp, tensor, pipeline, or muon")
     options = parser.parse_args()
     if options.composed:
         from crash_test_composed import kinds_of
@@ -548,6 +554,11 @@ def main() -> None:
     folder.mkdir(parents=True)
     validation_data = folder / "validation.txt"
     validation_data.write_text("".join(f"{rng.random()} and other words that nobody trains on\n" for _ in range(5000)))
+    if options.replicas:
+        import crash_test_replicas
+
+        crash_test_replicas.run(folder, options, rng)
+        return
     if options.composed:
         run_composed(folder, options, DiskFaults(folder))
         return

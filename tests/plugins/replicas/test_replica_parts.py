@@ -12,7 +12,6 @@ import torch
 from forked_command import run_command
 from forkserver import free_port
 
-from torchtrain.checkpoint.states import LoaderState
 from torchtrain.config.parse import parse
 from torchtrain.config.registry import TRAINERS
 from torchtrain.config.schema import JobConfig, section_of
@@ -173,18 +172,6 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     write(second, start(4), loss(5))
     files[1].update(leads=True)
     assert steps(tmp_path)[-3:] == ["start", 4, 5]
-
-
-def test_positions_of_a_changed_batch_are_rejected() -> None:
-    place = PlaceState.__new__(PlaceState)
-    place._layout = "fresh"  # type: ignore[assignment]
-    place.loader = SimpleNamespace(layout="wider")  # type: ignore[assignment]
-    place._expected = ("wider", [True])  # type: ignore[assignment]
-    with (
-        patch.object(LoaderState, "load_state_dict"),
-        pytest.raises(ConfigError, match=r"after a change of training.global_batch_size: set the old one again"),
-    ):
-        place.load_state_dict({})
 
 
 @pytest.mark.slow
