@@ -23,6 +23,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -253,7 +254,9 @@ def tensors(checkpoint: StoredCheckpoint) -> dict[str, torch.Tensor]:
     reader = VerifiedReader(checkpoint)
     entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
-    load(found, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        load(found, storage_reader=reader, no_dist=True)
     return found
 
 

@@ -11,12 +11,14 @@ import pytest
 import torch
 from forked_command import run_command
 from forkserver import free_port
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtrain.config.parse import parse
 from torchtrain.config.registry import TRAINERS
-from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.config.schema import JobConfig, MetricsConfig, section_of
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError, StorageError
+from torchtrain.metrics.writers import Writers
 from torchtrain.plugins.replicas import checks
 from torchtrain.plugins.replicas.files import RunFiles
 from torchtrain.plugins.replicas.group import Member
@@ -147,7 +149,11 @@ def loss(step: int) -> dict[str, Any]:
 def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     first, second = tmp_path / "replicas/0", tmp_path / "replicas/1"
     write(second, start(0), loss(7))  # of an earlier start of the run
-    files = [RunFiles(tmp_path, folder) for folder in (first, second)]
+
+    def open_writers(step: int) -> Writers:
+        return Writers(MetricsConfig(enable_tensorboard=True), tmp_path, "", step, "a", undone=False)
+
+    files = [RunFiles(tmp_path, folder, open_writers) for folder in (first, second)]
     files[0].begin_run("a", resumed=False)
     write(first, start(0), loss(1), loss(2))
     write(second, start(1), loss(2), loss(3))
@@ -162,16 +168,18 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     files[1].update(leads=True)
     assert steps(tmp_path) == ["start", 1, 2, 3, 4, "replica_left", 5]
     # All die; the run resumes from a checkpoint of step 3, and the first one leads.
-    again = RunFiles(tmp_path, first)
+    again = RunFiles(tmp_path, first, open_writers)
     again.begin_run("a", resumed=True)
     write(first, start(3), loss(4))
     again.update(leads=True)
     assert steps(tmp_path)[-2:] == ["start", 4]
     # The second one takes over: step 5 from before is undone, and comes again.
-    files[1] = RunFiles(tmp_path, second)
+    files[1] = RunFiles(tmp_path, second, open_writers)
     write(second, start(4), loss(5))
     files[1].update(leads=True)
     assert steps(tmp_path)[-3:] == ["start", 4, 5]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [of.step for of in board.Scalars("loss/average")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import time
-import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,9 +152,7 @@ def test_a_death_changes_no_bit_with_checkpoints_in_a_bucket(
     assert "resumed from s3://" in replicas.output()
     storage = open_storage(folder)
     assert storage.steps()[-1] == 20
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a single process
-        assert same_tensors(tensors(storage.open(20)), reference.tensors)
+    assert same_tensors(tensors(storage.open(20)), reference.tensors)
     assert {line[0]: line for line in curves(replicas.folder)} == reference.curve
 
 

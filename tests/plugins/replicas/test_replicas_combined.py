@@ -231,3 +231,63 @@ def test_a_replica_that_computes_wrong_leaves(of: str, ranks: int, references: A
     replicas.start("1")
     assert replicas.wait() == {name: [0] * ranks for name in "012"}, replicas.output()
     assert differences(replicas.folder, reference) == []
+
+
+@dataclass
+class KillInValidation(Kill):
+    def install(self) -> None:
+        super().install()
+        from torchtrain.trainer import Trainer
+
+        run_validation = Trainer.run_validation
+
+        def dying(trainer: Trainer, last: bool) -> None:
+            self.now("in a validation", trainer.step)
+            run_validation(trainer, last)
+
+        Trainer.run_validation = dying  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("step", [6, 12])
+def test_a_death_in_a_validation(step: int, victim: str, references: Any, started: Any) -> None:
+    """Also in the last one: the replica that leads records it."""
+    options = ["--validation.enable", "--validation.type=standard_library_docs", "--validation.interval=3"]
+    options += ["--validation.steps=1"]
+    reference = references(*options)
+    replicas = started(*options)
+    codes = kill_and_restart(replicas, [victim], KillInValidation(step, "in a validation"))
+    assert codes == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference) == []
+    assert other_numbers(replicas.folder) == other_numbers(reference.folder)
+
+
+@dataclass
+class OtherView(Kill):
+    """Takes the rows of another replica in step 5, as if it saw other members."""
+
+    def install(self) -> None:
+        super().install()
+        from torchtrain.plugins.replicas.group import ReplicaGroup
+
+        begin = ReplicaGroup.begin
+        has_erred = False
+
+        def beginning(group: ReplicaGroup) -> None:
+            nonlocal has_erred
+            begin(group)
+            if group.step == 4 and not has_erred:
+                group.number, has_erred = (group.number + 1) % group.size, True
+
+        ReplicaGroup.begin = beginning  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+def test_two_views_of_the_members_never_make_a_wrong_sum(references: Any, started: Any) -> None:
+    reference, replicas = references(), started()
+    for name in "012":
+        replicas.start(name, OtherView() if name == "1" else None)
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert replicas.output().count("a row of the global batch is computed by no replica, or by several") == 3
+    assert differences(replicas.folder, reference) == []

@@ -1,12 +1,13 @@
 """The run's files: those of the replica that leads, so that several replicas write one curve."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchtrain.files import json_object
 from torchtrain.logging import BestEffort
-from torchtrain.metrics.writers import append, rename_files_of_other_run
+from torchtrain.metrics.writers import Writers, rename_files_of_other_run
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
@@ -16,13 +17,17 @@ COPIED = (CONFIG, "report.md", "curves.png")
 class RunFiles:
     """Copies what this replica has written to its own folder into the folder of the run, while it leads.
 
+    The lines of metrics go to all writers of the run, such as TensorBoard.
+
     Args:
         run_folder: ``job.dump_folder`` of the run.
         own_folder: that of this replica.
+        open_writers: opens the writers of the run in ``run_folder``, given the step up to which it has lines.
     """
 
-    def __init__(self, run_folder: Path, own_folder: Path) -> None:
-        self.run_folder, self.own_folder = run_folder, own_folder
+    def __init__(self, run_folder: Path, own_folder: Path, open_writers: Callable[[int], Writers]) -> None:
+        self.run_folder, self.own_folder, self._open_writers = run_folder, own_folder, open_writers
+        self._writers: Writers | None = None
         self._read = (own_folder / METRICS).stat().st_size if (own_folder / METRICS).exists() else 0
         self._begun = self._read  # the lines of this process begin here
         self._leads = False
@@ -43,8 +48,12 @@ class RunFiles:
         """
         with self._best_effort:
             if leads and not self._leads:
-                self._known = {_key(line) for line in _lines(self.run_folder / METRICS)}
+                lines = _lines(self.run_folder / METRICS)
+                self._known = {_key(line) for line in lines}
                 self._read = self._begun
+                self._writers = self._open_writers(lines[-1]["step"] if lines else 0)
+            if not leads:
+                self._close_writers()
             self._leads = leads
             if leads:
                 self._copy_lines()
@@ -58,6 +67,12 @@ class RunFiles:
                 self._copy_lines()
                 for name in COPIED:
                     self._copy(name)
+            self._close_writers()
+
+    def _close_writers(self) -> None:
+        if self._writers is not None:
+            self._writers.close()
+            self._writers = None
 
     def _copy(self, name: str) -> None:
         if (self.own_folder / name).exists():
@@ -79,7 +94,12 @@ class RunFiles:
             # Of a replica that takes over, its own start is none of the run.
             if self._known and (line.get("event") == "start" or _key(line) in self._known):
                 continue
-            append(self.run_folder / METRICS, text + b"\n", after=b"\n")
+            if self._writers is None:  # of a replica that begins the run
+                self._writers = self._open_writers(line["step"])
+            if line.get("event") == "rolled_back":
+                self._writers.undo(line["step"])
+            else:
+                self._writers.write(line)
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:

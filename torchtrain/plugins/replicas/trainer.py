@@ -23,6 +23,8 @@ from torchtrain.errors import HardwareError, SupersededError
 from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
+from torchtrain.metrics.recorder import MetricsRecorder
+from torchtrain.metrics.writers import Writers
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.fsdp import fsdp_modules
 from torchtrain.plugins.recheck.hashes import TensorHash, combine, read
@@ -53,7 +55,7 @@ class ReplicaTrainer(Trainer):
             logger.warning("replicas: with training.sums = 'fast' the bits of the run depend on which replicas live")
         self.folder_of_all = Path(config.job.dump_folder)
         own_folder = self.folder_of_all / "replicas" / self.replica_config.own_id
-        self.files = RunFiles(self.folder_of_all, own_folder)
+        self.files = RunFiles(self.folder_of_all, own_folder, self.open_writers)
         checkpoints = config.checkpoint.location(self.folder_of_all.absolute())
         self.options = _hash(config)
         self.part_has_ended = False
@@ -85,6 +87,17 @@ class ReplicaTrainer(Trainer):
 
     def find_run_folder(self) -> Path:
         return self.folder_of_all
+
+    def build_metrics(self) -> MetricsRecorder:
+        """Writes metrics.jsonl alone: ``files`` has the other writers."""
+        metrics = super().build_metrics()
+        metrics.config = replace(metrics.config, enable_tensorboard=False, writers=())
+        return metrics
+
+    def open_writers(self, start_step: int) -> Writers:
+        """The writers of the run."""
+        run, folder = self.group.run, self.folder_of_all
+        return Writers(self.config.metrics, folder, self.config_toml, start_step, run, undone=False)
 
     def states(self) -> dict[str, Stateful]:
         self.place = PlaceState(self.dataloader, self.mesh)
