@@ -6,9 +6,14 @@ import random
 import pytest
 from forked_command import checked_command
 
-from torchtrain.plugins.planner.failures import LLAMA3_GPU_MTBF_HOURS, best_interval, expected_seconds
+from torchtrain.plugins.planner.failures import (
+    LLAMA3_GPU_MTBF_HOURS,
+    best_interval,
+    expected_seconds,
+    expected_seconds_of_replicas,
+)
 from torchtrain.plugins.planner.options import EstimateConfig
-from torchtrain.plugins.planner.report import format_failures
+from torchtrain.plugins.planner.report import format_failures, format_recheck
 
 
 @pytest.mark.parametrize(("mtbf_minutes", "minutes"), [(24 * 60, "117"), (6 * 60, "57"), (15, "9.1")])
@@ -40,6 +45,36 @@ def test_expected_duration_is_that_of_simulated_runs() -> None:
             total += restart
     expected = expected_seconds(segments * interval, interval, mtbf, save, restart)
     assert total == pytest.approx(expected, rel=0.02)
+
+
+def test_expected_duration_of_replicas_is_that_of_simulated_runs() -> None:
+    mtbf, lost, restart, replicas, work = 3600.0, 15.0, 600.0, 8, 4e6
+    chance, time, done, back = random.Random(0), 0.0, 0.0, []
+    failure = chance.expovariate(1 / mtbf)
+    while done < work:
+        alive = replicas - len(back)
+        until = min([failure, *back])
+        if (work - done) * replicas / max(alive, 1e-9) < until - time:
+            time += (work - done) * replicas / alive
+            break
+        done += (until - time) * alive / replicas
+        time = until
+        if until == failure:
+            done -= lost * alive / replicas
+            back.append(time + restart)
+            failure = time + chance.expovariate(1 / mtbf)
+        else:
+            back.remove(until)
+    expected = expected_seconds_of_replicas(work, 1.0, mtbf, 0.0, restart, replicas, lost)
+    assert time == pytest.approx(expected, rel=0.005)
+
+
+def test_replicas_are_compared_with_a_restart() -> None:
+    options = EstimateConfig(mtbf_hours=50_700, replicas=16)
+    text = format_failures(54.0, 10.0, 16384, options).splitlines()[-1]
+    assert text.startswith("in 16 replicas that may die (docs/replicas.md): 55.4 days (97.4% of them training)")
+    assert text.endswith("a failure costs 20 s, and 6% of the speed for 600 s, in place of 833 s")
+    assert format_recheck(100, 4).startswith("recheck.interval = 100: 0.25% more time")
 
 
 def test_figures_of_llama_3() -> None:

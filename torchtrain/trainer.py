@@ -221,7 +221,7 @@ class Trainer:
             self.config_toml,
             resume_point,
             self.stop,
-            self.folder,
+            self.run_folder,
             step_group=self.gloo_group,
             validation_losses=partial(validation_losses, self.run_folder),
         )
@@ -452,9 +452,13 @@ class Trainer:
         if rank() == 0:
             with BestEffort("renaming files of another run"):
                 rename_files_of_other_run(self.folder, self.checkpointer.lease.run, resumed=self.step > 0)
-            self.checkpointer.restore_outputs()
+            self.restore_outputs()
             with BestEffort("config.toml"), atomic_write(self.folder / "config.toml") as file:
                 file.write(self.config_toml.encode())
+
+    def restore_outputs(self) -> None:
+        """Restore the metrics in the checkpoint that the run resumes from. On rank 0."""
+        self.checkpointer.restore_outputs()
 
     def run_steps(self) -> None:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""

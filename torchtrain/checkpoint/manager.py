@@ -102,7 +102,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     config_toml: str  # the resolved config, stored in every checkpoint
     start: ResumePoint
     stop: Stop | None = None  # None: the run is never asked to stop
-    dump_folder: Path | None = None  # its metrics are stored and restored if the storage asks for it
+    dump_folder: Path | None = None  # the run's: its metrics are stored and restored if the storage asks for it
     step_group: dist.ProcessGroup | None = None  # gloo group of the training thread; saves use another one
     validation_losses: Callable[[], Losses] = dict  # those in the dump folder, for ``keep_best_k``
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from forked_command import run_command
+from forked_run import nothing
 from forkserver import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -153,7 +154,7 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     def open_writers(step: int) -> Writers:
         return Writers(MetricsConfig(enable_tensorboard=True), tmp_path, "", step, "a", undone=False)
 
-    files = [RunFiles(tmp_path, folder, open_writers) for folder in (first, second)]
+    files = [RunFiles(tmp_path, folder, open_writers, nothing) for folder in (first, second)]
     files[0].begin_run("a", resumed=False)
     write(first, start(0), loss(1), loss(2))
     write(second, start(1), loss(2), loss(3))
@@ -168,13 +169,13 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     files[1].update(leads=True)
     assert steps(tmp_path) == ["start", 1, 2, 3, 4, "replica_left", 5]
     # All die; the run resumes from a checkpoint of step 3, and the first one leads.
-    again = RunFiles(tmp_path, first, open_writers)
+    again = RunFiles(tmp_path, first, open_writers, nothing)
     again.begin_run("a", resumed=True)
     write(first, start(3), loss(4))
     again.update(leads=True)
     assert steps(tmp_path)[-2:] == ["start", 4]
     # The second one takes over: step 5 from before is undone, and comes again.
-    files[1] = RunFiles(tmp_path, second, open_writers)
+    files[1] = RunFiles(tmp_path, second, open_writers, nothing)
     write(second, start(4), loss(5))
     files[1].update(leads=True)
     assert steps(tmp_path)[-3:] == ["start", 4, 5]

@@ -22,6 +22,7 @@ from forked_run import finish, read_metrics, same_tensors
 from forkserver import free_port
 from s3_server import S3Server
 
+from torchtrain.checkpoint.outputs import read_metrics as read_metrics_in
 from torchtrain.checkpoint.storage import open_storage
 
 pytest.importorskip("torchft")
@@ -154,6 +155,39 @@ def test_a_death_changes_no_bit_with_checkpoints_in_a_bucket(
     assert storage.steps()[-1] == 20
     assert same_tensors(tensors(storage.open(20)), reference.tensors)
     assert {line[0]: line for line in curves(replicas.folder)} == reference.curve
+
+
+@pytest.mark.slow
+def test_the_metrics_of_replicas_that_share_only_a_bucket(
+    references: Any, started: Any, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first dies with its disk after the save of step 5, later the two others: step 1 is on no disk any more."""
+    for key, value in s3_server.environment.items():
+        monkeypatch.setenv(key, value)
+    steps = ["--training.steps=20", "--lr_scheduler.total_steps=20"]
+    reference = references(*steps)
+    folder = f"s3://{s3_server.make_bucket('disks')}/run/checkpoint"
+    replicas = started(*steps, "--checkpoint.folder", folder)
+    alive = KillOnS3(environment=s3_server.environment, slow_seconds=0.05)
+
+    def start(name: str, kill: Kill = alive) -> None:
+        disk = replicas.folder / f"disk-{name}"
+        shutil.rmtree(disk, ignore_errors=True)
+        replicas.start(name, kill, "--job.dump_folder", str(disk))
+
+    start("0", KillOnS3(8, "all-reduce", environment=s3_server.environment))
+    start("1", KillOnS3(13, "after the vote", environment=s3_server.environment))
+    start("2", KillOnS3(13, "after the vote", environment=s3_server.environment))
+    replicas.wait_for_death("0")
+    start("0")
+    for name in "12":
+        replicas.wait_for_death(name)
+        start(name)
+    assert replicas.wait() == {name: [0] for name in "012"}, replicas.output()
+    last = open_storage(folder).open(20)
+    assert same_tensors(tensors(last), reference.tensors)
+    (replicas.folder / "metrics.jsonl").write_bytes(read_metrics_in(last))
+    assert curves(replicas.folder) == sorted(reference.curve.values())
 
 
 @pytest.mark.slow

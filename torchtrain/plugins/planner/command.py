@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torchtrain.cli import command
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.config.schema import JobConfig, option_of_plugin, section_of
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_file, require_picture, writing
 from torchtrain.plugins.planner.options import EstimateConfig
@@ -38,13 +38,15 @@ def run(config: JobConfig) -> int:
     """Estimate the run of ``config``, or search for its fastest layout; return the exit code."""
     from torchtrain.checkpoint.weights import resolve_model_section
     from torchtrain.plugins.planner.advice import advice
-    from torchtrain.plugins.planner.report import draw_memory, format_estimate, format_failures
+    from torchtrain.plugins.planner.report import draw_memory, format_estimate, format_failures, format_recheck
     from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
     from torchtrain.plugins.planner.summary import estimate
 
     if config.model.hf_folder:
         config = replace(config, model=resolve_model_section(config.model))
     options = section_of(config, EstimateConfig)
+    if options.replicas and not (options.mtbf_hours or options.node_mtbf_hours):
+        raise ConfigError("estimate.replicas compares runs with failures: set estimate.mtbf_hours, such as 50700")
     if plan_of(config).part_name:
         return run_parts(config)
     if options.search:
@@ -63,6 +65,10 @@ def run(config: JobConfig) -> int:
     if (options.mtbf_hours or options.node_mtbf_hours) and not options.json:
         text = format_failures(result.days, result.step_seconds, result.world_size, options)
         sys.stdout.write(text + "\n")
+    interval = option_of_plugin(config, "recheck.interval")
+    if interval and not options.json:
+        rows = result.global_tokens // config.training.seq_len // result.degrees.batch
+        sys.stdout.write(format_recheck(interval, rows // config.training.local_batch_size) + "\n")
     if options.picture:
         with writing(options.picture, "estimate.picture"):
             draw_memory(result, options.picture)

@@ -31,3 +31,22 @@ def expected_seconds(
     """The expected duration of a run that takes ``solve_seconds`` without saves and failures."""
     lost = math.expm1((interval_seconds + save_seconds) / mtbf_seconds)
     return mtbf_seconds * math.exp(restart_seconds / mtbf_seconds) * lost * solve_seconds / interval_seconds
+
+
+def expected_seconds_of_replicas(
+    solve_seconds: float,
+    interval_seconds: float,
+    mtbf_seconds: float,
+    save_seconds: float,
+    restart_seconds: float,
+    replicas: int,
+    lost_seconds: float,
+) -> float:
+    """The expected duration of a run of ``replicas``, of which one dies at a time (plugin ``replicas``).
+
+    After a death the others lose ``lost_seconds``, then train with a speed of (replicas - 1) / replicas until the dead
+    one is back. That all are dead at once is not considered. ``interval_seconds`` is the time between checkpoints.
+    """
+    undisturbed = solve_seconds * (1 + save_seconds / interval_seconds)
+    per_failure = lost_seconds + restart_seconds / replicas
+    return undisturbed / (1 - min(per_failure / mtbf_seconds, 0.99))

@@ -35,6 +35,12 @@ class EstimateConfig(Section, name="estimate"):
     """With mtbf_hours or node_mtbf_hours: for how long training waits for a save, in seconds."""
     restart_seconds: NotNegative = 600.0
     """With mtbf_hours or node_mtbf_hours: the time from a failure until training continues, in seconds."""
+    replicas: CountOrZero = 0
+    """With mtbf_hours or node_mtbf_hours: also estimate the run with the world divided into so many replicas that may
+    die (docs/replicas.md). 0: not."""
+    replica_lost_seconds: NotNegative = 10.0
+    """With replicas: for how long the others wait for one that dies, in seconds: until its heartbeat has expired at the
+    lighthouse, and for the transfer of the state when it is back. The step that is repeated is added."""
     all_layers: bool = False
     """Simulate every layer on fake tensors instead of a few representative ones. Slower; it verifies the estimate."""
     search: bool = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
-from torchtrain.plugins.planner.failures import best_interval, expected_seconds
+from torchtrain.plugins.planner.failures import best_interval, expected_seconds, expected_seconds_of_replicas
 from torchtrain.plugins.planner.hardware import GIB
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES
@@ -114,11 +114,30 @@ def format_failures(days: float, step_seconds: float, world_size: int, options: 
     expected = expected_seconds(days * 86400, interval, *costs) / 86400
     count = f"{expected * 86400 / mtbf_seconds:,.0f}"
     failures = f"{count} failure{'' if count == '1' else 's'}"
-    return (
+    text = (
         f"with a failure every {mtbf_seconds / 3600:,.1f} hours on {world_size:,} GPUs: {expected:.1f} days "
         f"({days / expected:.1%} of them training), {expected * 24 * world_size:,.0f} GPU-hours, {failures}\n"
         f"best checkpoint interval: {interval / 60:,.1f} minutes, checkpoint.interval = "
         f"{max(1, round(interval / step_seconds))}"
+    )
+    if not options.replicas:
+        return text
+    lost = options.replica_lost_seconds + step_seconds
+    ours = expected_seconds_of_replicas(days * 86400, interval, *costs, options.replicas, lost) / 86400
+    restarts = options.restart_seconds + interval / 2
+    return (
+        f"{text}\nin {options.replicas} replicas that may die (docs/replicas.md): {ours:.1f} days "
+        f"({days / ours:.1%} of them training), {ours * 24 * world_size:,.0f} GPU-hours; "
+        f"a failure costs {lost:,.0f} s, and {1 / options.replicas:.0%} of the speed for "
+        f"{options.restart_seconds:,.0f} s, in place of {restarts:,.0f} s"
+    )
+
+
+def format_recheck(interval: int, microbatches: int) -> str:
+    """Format the cost of a recheck every ``interval`` steps, which repeats one of the ``microbatches`` of a rank."""
+    return (
+        f"recheck.interval = {interval}: {1 / microbatches / interval:.2%} more time, for one microbatch more in each "
+        f"{interval}th step of {microbatches}"
     )
 
 

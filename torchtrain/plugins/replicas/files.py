@@ -23,11 +23,22 @@ class RunFiles:
         run_folder: ``job.dump_folder`` of the run.
         own_folder: that of this replica.
         open_writers: opens the writers of the run in ``run_folder``, given the step up to which it has lines.
+        restore: adds the metrics in the newest checkpoint to those in ``run_folder``, which another replica may have
+            written to another disk.
     """
 
-    def __init__(self, run_folder: Path, own_folder: Path, open_writers: Callable[[int], Writers]) -> None:
-        self.run_folder, self.own_folder, self._open_writers = run_folder, own_folder, open_writers
+    def __init__(
+        self,
+        run_folder: Path,
+        own_folder: Path,
+        open_writers: Callable[[int], Writers],
+        restore: Callable[[], None],
+    ) -> None:
+        self.run_folder, self.own_folder = run_folder, own_folder
+        self._open_writers, self._restore = open_writers, restore
         self._writers: Writers | None = None
+        self.received = b""
+        """The ``lines_after`` of the replica whose state this one has taken."""
         self._read = (own_folder / METRICS).stat().st_size if (own_folder / METRICS).exists() else 0
         self._begun = self._read  # the lines of this process begin here
         self._leads = False
@@ -39,7 +50,18 @@ class RunFiles:
         with self._best_effort:
             self.run_folder.mkdir(parents=True, exist_ok=True)
             rename_files_of_other_run(self.run_folder, run, resumed)
+            self._restore()
             self._leads = True
+
+    def lines_after(self, step: int) -> bytes:
+        """The lines of this replica of later steps, for one that joins, and may have to write them."""
+        lines: list[bytes] = []
+        with self._best_effort:
+            for text in (self.received + (self.own_folder / METRICS).read_bytes()).splitlines(keepends=True):
+                line = json_object(text)
+                if line is not None and line["step"] > step and line.get("event") != "start":
+                    lines.append(text)
+        return b"".join(lines)
 
     def update(self, leads: bool) -> None:
         """Copy the lines written since the last call, if this replica leads.
@@ -48,15 +70,17 @@ class RunFiles:
         """
         with self._best_effort:
             if leads and not self._leads:
+                self._restore()
                 lines = _lines(self.run_folder / METRICS)
                 self._known = {_key(line) for line in lines}
                 self._read = self._begun
                 self._writers = self._open_writers(lines[-1]["step"] if lines else 0)
+                self._copy_lines(self.received)
             if not leads:
                 self._close_writers()
             self._leads = leads
             if leads:
-                self._copy_lines()
+                self._copy_own_lines()
                 if not (self.run_folder / CONFIG).exists():
                     self._copy(CONFIG)
 
@@ -64,7 +88,7 @@ class RunFiles:
         """Copy the other files, at the end of training."""
         with self._best_effort:
             if self._leads:
-                self._copy_lines()
+                self._copy_own_lines()
                 for name in COPIED:
                     self._copy(name)
             self._close_writers()
@@ -78,7 +102,7 @@ class RunFiles:
         if (self.own_folder / name).exists():
             shutil.copyfile(self.own_folder / name, self.run_folder / name)
 
-    def _copy_lines(self) -> None:
+    def _copy_own_lines(self) -> None:
         file = self.own_folder / METRICS
         if not file.exists():
             return
@@ -87,6 +111,10 @@ class RunFiles:
             content = opened.read()
         content = content[: content.rfind(b"\n") + 1]
         self._read += len(content)
+        self._copy_lines(content)
+
+    def _copy_lines(self, content: bytes) -> None:
+        """Write those of the lines in ``content`` that the run does not have."""
         for text in content.splitlines():
             line = json_object(text)
             if line is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.other_formats import Exporter
+from torchtrain.checkpoint.outputs import restore_outputs
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.parse import to_toml
 from torchtrain.config.run_plan import OtherPartError
@@ -37,7 +38,7 @@ from torchtrain.plugins.replicas.place import PlaceState
 from torchtrain.plugins.replicas.rows import rows_of
 from torchtrain.trainer import Trainer
 
-OPTIONS, PLACE_SIZES = "replicas.options", "replicas.place_sizes"
+OPTIONS, PLACE_SIZES, LINES = "replicas.options", "replicas.place_sizes", "replicas.lines"
 
 
 class ReplicaTrainer(Trainer):
@@ -55,7 +56,7 @@ class ReplicaTrainer(Trainer):
             logger.warning("replicas: with training.sums = 'fast' the bits of the run depend on which replicas live")
         self.folder_of_all = Path(config.job.dump_folder)
         own_folder = self.folder_of_all / "replicas" / self.replica_config.own_id
-        self.files = RunFiles(self.folder_of_all, own_folder, self.open_writers)
+        self.files = RunFiles(self.folder_of_all, own_folder, self.open_writers, self.restore_run_files)
         checkpoints = config.checkpoint.location(self.folder_of_all.absolute())
         self.options = _hash(config)
         self.part_has_ended = False
@@ -98,6 +99,15 @@ class ReplicaTrainer(Trainer):
         """The writers of the run."""
         run, folder = self.group.run, self.folder_of_all
         return Writers(self.config.metrics, folder, self.config_toml, start_step, run, undone=False)
+
+    def restore_outputs(self) -> None:
+        """Only the replica that leads writes to the folder of the run: see ``restore_run_files``."""
+
+    def restore_run_files(self) -> None:
+        """Add the metrics in the newest checkpoint to the folder of the run."""
+        steps = self.storage.steps() if self.config.checkpoint.enable else []
+        if steps:
+            restore_outputs(self.storage.open(steps[-1]), self.folder_of_all)
 
     def states(self) -> dict[str, Stateful]:
         self.place = PlaceState(self.dataloader, self.mesh)
@@ -143,10 +153,18 @@ class ReplicaTrainer(Trainer):
         return f"members: {names}; {self.group.members[self.group.leader].name} writes the run's files"
 
     def live_state(self) -> dict[str, Tensor]:
-        """This rank's part of all states, for a replica that joins, and the hash of the options."""
-        tensors = {name: local(tensor) for name, tensor in flatten(self.checkpointer.states).items()}
+        """What a replica that joins takes: this rank's part of all states, the hash of the options, and on rank 0 the
+        lines of metrics since the last save."""
         sizes = torch.tensor(self.place.layout.state_sizes)
-        return {OPTIONS: torch.tensor(self.options), PLACE_SIZES: sizes, **tensors}
+        lines = b""
+        if rank() == 0:
+            lines = self.files.lines_after(max((member.saved for member in self.group.members), default=-1))
+        as_tensor = torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
+        return {OPTIONS: torch.tensor(self.options), PLACE_SIZES: sizes, LINES: as_tensor, **self.own_state()}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """This rank's part of all states."""
+        return {name: local(tensor) for name, tensor in flatten(self.checkpointer.states).items()}
 
     @torch.no_grad()
     def load_live_state(self, state: Mapping[str, Tensor]) -> None:
@@ -160,6 +178,8 @@ class ReplicaTrainer(Trainer):
             raise OtherPartError(self.plan.first_step(part) - 1)
         self.group.require_options(int(state[OPTIONS]))
         self.place.set_sizes(state[PLACE_SIZES].tolist())
+        if rank() == 0:
+            self.files.received = state[LINES].numpy().tobytes()
         states = self.checkpointer.states
         tensors = flatten(states)
         for name, tensor in tensors.items():
@@ -259,7 +279,7 @@ class ReplicaTrainer(Trainer):
         if not self.is_checked(step):
             return 0
         hash_of = TensorHash(self.device)
-        return combine(read({name: [hash_of(tensor)] for name, tensor in self.live_state().items()}).values())
+        return combine(read({name: [hash_of(tensor)] for name, tensor in self.own_state().items()}).values())
 
     def compare_states(self) -> None:
         """Log which replicas have another state than most.
