@@ -23,6 +23,8 @@ from s3_server import S3Server
 
 from torchtrain import errors
 from torchtrain.config.parse import parse
+from torchtrain.config.schema import section_of
+from torchtrain.plugins.replicas.options import ReplicasConfig
 
 BUCKET_SECRET = {"torchtrain-bucket": {"AWS_ACCESS_KEY_ID": "key"}}
 
@@ -138,6 +140,52 @@ def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) ->
     assert "node.kubernetes.io/unreachable" in tolerated  # those of the base remain
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"/dev/shm", "/config", "/torchtrain/outputs"}
+
+
+def test_replicas_are_jobs_that_are_started_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = manifests("replicas.yaml")
+    jobset, service, lighthouse = kinds["JobSet"], kinds["Service"], kinds["Deployment"]
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]
+    validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
+    in_jobset = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "replica"}, **job}
+    for manifest in (service, lighthouse, in_jobset):
+        validation.validate(manifest, "1.31", strict=True)
+    # The pods are those of a single job, but for what names the replica.
+    plain = job_of("base/job.yaml")
+    pod, plain_pod = job["spec"]["template"]["spec"], plain["spec"]["template"]["spec"]
+    words, _ = pod_command(job, 1, BUCKET_SECRET, {"REPLICA": "3", "POD_IP": "10.0.0.7"})
+    different = {*words} ^ {*pod_command(plain, 1, BUCKET_SECRET)[0]}
+    assert {word.split("=")[0] for word in different} == {
+        *("--master-addr", "--training.sums", "--training.global_batch_size"),
+        *("--replicas.lighthouse", "--replicas.id", "--replicas.host"),
+    }
+    own = container_of(job)["env"]
+    assert {variable["name"] for variable in own if "valueFrom" in variable} == {"REPLICA", "POD_IP"}
+    assert [variable for variable in own if "value" in variable] == container_of(plain)["env"]
+    for of in (pod, plain_pod):
+        of.pop("subdomain", None)
+        del of["containers"][0]["args"], of["containers"][0]["env"]
+    assert pod == plain_pod
+    # JobSet names a pod after the JobSet, the replicated job, the number of the Job and that of the pod.
+    name = jobset["metadata"]["name"]
+    assert f"--master-addr={name}-{replicated['name']}-3-0.{name}" in words
+    monkeypatch.chdir(copy_image(tmp_path))
+    config = parse(words[words.index("torchtrain.train") + 1 :])
+    replicas = section_of(config, ReplicasConfig)
+    assert (replicas.own_id, replicas.host) == ("3", "10.0.0.7")
+    (port,) = service["spec"]["ports"]
+    assert replicas.lighthouse == f"http://{service['metadata']['name']}:{port['port']}"
+    assert config.checkpoint.folder.startswith("s3://")  # the pods share only a bucket
+    labels = lighthouse["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"] == labels == lighthouse["spec"]["selector"]["matchLabels"]
+    (of_lighthouse,) = lighthouse["spec"]["template"]["spec"]["containers"]
+    assert f"--bind=[::]:{port['port']}" in of_lighthouse["args"]
+    # Only an error of the user ends the Job of a replica, and so the JobSet.
+    actions = {2: "FailJob", 70: "Count", 74: "Count", 75: "Ignore", 143: "Ignore", 137: "Count"}
+    assert {code: action_for(job, code) for code in actions} == actions
+    assert job["spec"]["backoffLimit"] == plain["spec"]["backoffLimit"]
+    assert jobset["spec"]["failurePolicy"] == {"maxRestarts": 0}
 
 
 class Cluster:

@@ -164,6 +164,20 @@ def compute_in_a_thread(correct: bool) -> None:
     thread.join()
 
 
+def copy_into_a_buffer_that_is_copied_back(correct: bool) -> None:
+    from torchtrain.plugins.replicas.group import PinnedCopies
+
+    copies = PinnedCopies()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        first = torch.ones(4, device="cuda")
+        copies.copy(first)
+        copies.copy_back(first)
+    if not correct:
+        copies._copied_back = dict.fromkeys(copies._copied_back, torch.cuda.Event())
+    copies.copy(torch.ones(4, device="cuda"))
+    torch.cuda.synchronize()
+
+
 PROGRAMS: dict[Callable[[bool], None], str] = {
     read_on_another_stream: "sum on stream 1 of cuda:1 is not ordered after ones on default stream of cuda:1",
     write_while_another_stream_reads: (
@@ -183,6 +197,9 @@ PROGRAMS: dict[Callable[[bool], None], str] = {
     overwrite_in_a_thread: "_to_copy on default stream of cuda:1 is not ordered after zero_ on thread writer",
     copy_from_unpinned_memory: "_to_copy from unpinned memory in test_streams.copy_from_unpinned_memory",
     copy_and_wait: "_to_copy from memory without non_blocking in test_streams.copy_and_wait",
+    copy_into_a_buffer_that_is_copied_back: (
+        "copy_ on default stream of cuda:1 is not ordered after copy_ on stream 1 of cuda:1"
+    ),
     compute_in_a_thread: "ones in thread helper, whose current device is cuda:0",
 }
 
@@ -245,6 +262,57 @@ def test_trainer_has_no_races_and_waits_for_no_copy(gpu: fake_cuda.Worker, name:
         first, second = found[: len(found) // 2], found[len(found) // 2 :]
         assert set(first) == {0}
         assert min(second) > 100
+
+
+@contextmanager
+def replicas(pinned: type[Any] | None = None) -> Iterator[None]:
+    """Train as one of two replicas, whose sums are already there."""
+    from torchtrain.plugins.replicas import group
+    from torchtrain.plugins.replicas.options import ReplicasConfig
+    from torchtrain.trainer import Trainer
+
+    done = SimpleNamespace(wait=lambda: None)
+
+    def build_replicas(*_: Any) -> Any:
+        found = group.ReplicaGroup(ReplicasConfig())
+        found._manager = SimpleNamespace(
+            num_participants=lambda: 2, errored=lambda: None, should_commit=lambda: True, shutdown=lambda **_: None
+        )
+        found._pg = SimpleNamespace(allreduce=lambda *_: done, abort=lambda: None)
+        if pinned is not None:
+            found._pinned = pinned()
+        return found
+
+    with patch.object(Trainer, "build_replicas", build_replicas):
+        yield
+
+
+@contextmanager
+def replicas_with_pageable_copies() -> Iterator[None]:
+    class Pageable:
+        def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+            self.last = tensor.cpu()
+            return self.last
+
+        def copy_back(self, tensor: torch.Tensor) -> None:
+            tensor.copy_(self.last)
+
+    with replicas(Pageable):
+        yield
+
+
+REPLICA = ["--training.sums=exact", "--checkpoint.no-enable", "--diagnostics.enable_loss_by_source"]
+
+
+def test_sums_over_replicas_have_no_races_and_wait_only_for_pinned_copies(gpu: fake_cuda.Worker, texts: Path) -> None:
+    report = train(gpu, texts, REPLICA, replicas, steps=2)
+    assert report.races == []
+    assert set(report.blocking_copies) <= EXPECTED_COPIES
+
+
+def test_faults_of_sums_over_replicas_are_noticed(gpu: fake_cuda.Worker, texts: Path) -> None:
+    report = train(gpu, texts, REPLICA, replicas_with_pageable_copies, steps=1)
+    assert "copy_ from memory without non_blocking in test_streams.copy_back" in report.blocking_copies
 
 
 def test_loading_a_checkpoint_has_no_races(gpu: fake_cuda.Worker, texts: Path) -> None:

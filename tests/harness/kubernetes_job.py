@@ -28,14 +28,23 @@ def container_of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pod_command(
-    job: Mapping[str, Any], index: int, secrets: Mapping[str, Mapping[str, str]]
+    job: Mapping[str, Any],
+    index: int,
+    secrets: Mapping[str, Mapping[str, str]],
+    fields: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of the pod with this completion index."""
+    """Command and environment of the pod with this completion index.
+
+    ``fields``: the values of variables that Kubernetes takes from the pod's own fields.
+    """
+    fields = fields or {}
     container = container_of(job)
     environment = {"JOB_COMPLETION_INDEX": str(index)}
     for source in container["envFrom"]:
         environment.update(secrets[source["secretRef"]["name"]])
-    environment.update({variable["name"]: variable["value"] for variable in container["env"]})
+    for variable in container["env"]:
+        name = variable["name"]
+        environment[name] = fields[name] if "valueFrom" in variable else variable["value"]
     words = [*container["command"], *container["args"]]
     return [re.sub(r"\$\((\w+)\)", lambda match: environment[match[1]], word) for word in words], environment
 

@@ -72,6 +72,31 @@ def _bytes_of(integers: Sequence[int]) -> bytes:
     return b"".join(half.to_bytes(8, "big", signed=True) for half in integers)
 
 
+class PinnedCopies:
+    """Copies of tensors on a GPU in pinned memory, which is kept: one buffer for each shape and dtype."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self._copied_back: dict[tuple[torch.Size, torch.dtype], torch.cuda.Event] = {}
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A copy of ``tensor``, which the host waits for. It may be changed until the next copy of this shape."""
+        key, stream = (tensor.shape, tensor.dtype), torch.cuda.current_stream()
+        if key in self._copied_back:  # perhaps on another stream
+            stream.wait_event(self._copied_back[key])
+        else:
+            self._buffers[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        self._buffers[key].copy_(tensor, non_blocking=True)
+        stream.synchronize()
+        return self._buffers[key]
+
+    def copy_back(self, tensor: Tensor) -> None:
+        """Copy the last ``copy`` of this shape into ``tensor``. The host does not wait for it."""
+        key = tensor.shape, tensor.dtype
+        tensor.copy_(self._buffers[key], non_blocking=True)
+        self._copied_back[key] = torch.cuda.current_stream().record_event()
+
+
 class ReplicaGroup(Replicas):
     """This replica among the living ones. Every rank has one, which connects it with the ranks of the same number.
 
@@ -98,6 +123,7 @@ class ReplicaGroup(Replicas):
         self._has_loaded = False  # by the last quorum
         self._manager: Any = None
         self._pg: Any = None
+        self._pinned = PinnedCopies()
 
     def connect(
         self,
@@ -310,14 +336,14 @@ class ReplicaGroup(Replicas):
         options = dist.AllreduceOptions()
         options.reduceOp = op
         # gloo, also for tensors on GPUs: aborting a communicator of NCCL may hang.
-        on_host = tensor.cpu() if tensor.is_cuda else tensor
+        on_host = self._pinned.copy(tensor) if tensor.is_cuda else tensor
         try:
             self._pg.allreduce([on_host], options).wait()
         except Exception as error:
             self.fail(f"a replica has left: {str(error).splitlines()[0]}")
             return
         if on_host is not tensor:
-            tensor.copy_(on_host)
+            self._pinned.copy_back(tensor)
 
     def sum_loss(self, loss: Any) -> Any:
         # In float64 the sums of losses and of numbers of tokens are exact (``exact_nats``).
