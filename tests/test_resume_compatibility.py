@@ -45,12 +45,13 @@ FROZEN = {  # every option, by kind and section
         "comm": "init_timeout_seconds train_timeout_seconds",
         "recheck": "interval on_wrong_rank",
         "replicas": (
-            "lighthouse id min host collective_timeout_seconds quorum_timeout_seconds lighthouse_retries max_discarded "
-            "on_stop"
+            "lighthouse id min host allow_fast_sums collective_timeout_seconds quorum_timeout_seconds "
+            "lighthouse_retries max_discarded on_stop"
         ),
         "estimate": (
             "world_size gpu gpus_per_node memory_gib network_gigabits dollars_per_gpu_hour mtbf_hours "
-            "node_mtbf_hours save_seconds restart_seconds all_layers search search_seconds output json picture"
+            "node_mtbf_hours replicas replica_lost_seconds save_seconds restart_seconds all_layers search "
+            "search_seconds output json picture"
         ),
     },
     Kind.LAYOUT: {
