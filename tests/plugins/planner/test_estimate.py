@@ -38,7 +38,7 @@ from torchtrain.plugins.planner import estimate_pool, search, summary
 from torchtrain.plugins.planner.allocator import Allocation, peak_reserved
 from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
-from torchtrain.plugins.planner.operations import Operation, collective, moved_bytes, work_of
+from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation, collective, moved_bytes, work_of
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
 from torchtrain.plugins.planner.representative_ranks import derive_step
@@ -407,7 +407,7 @@ def test_middle_pipeline_ranks_are_represented_by_the_first_of_them(
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
     records = {record.rank: record for record in full.records}
     monkeypatch.setattr(summary, "simulate", lambda *args, **_: records[args[3]])
-    few = estimate(with_estimate(config, all_layers=True, search=True), shape, GPUS["h100-80"])
+    few = estimate(config, shape, GPUS["h100-80"])  # of so few layers, all are simulated
     assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
     second, third = (record.recorder.steps[-1] for record in full.records[1:3])
     represented = derive_step(second, 1, 2, full.records[1].pipeline_actions[2], (0, 2, 4, 6))
@@ -419,6 +419,34 @@ def test_middle_pipeline_ranks_are_represented_by_the_first_of_them(
     assert few.ranks == [full.ranks[i] for i in (0, 1, 3)]
     assert few.peak_reserved_gib == full.peak_reserved_gib
     assert all(full.ranks[2][key] <= full.ranks[1][key] for key in ("peak_active_gib", "peak_reserved_gib"))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_bubble_of_a_pipeline_is_that_of_theory(schedule: str) -> None:
+    """(ranks - 1) / (chunks x microbatches) of the computation: https://arxiv.org/abs/2104.04473, section 2.2."""
+    ranks, microbatches, chunks = 4, 8, STAGES_PER_RANK[schedule]
+    parallelism = {
+        "pipeline_parallel_degree": ranks,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_layers_per_stage": (8 // (ranks * chunks),) * (ranks * chunks),
+    }
+    training = {"local_batch_size": microbatches, "global_batch_size": microbatches, "seq_len": 4096}
+    config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=ranks)
+    shape = replace(flavor_config("llama3", "8B"), n_layers=8, vocab_size=1024)
+    seconds = estimate(config, shape, GPUS["h100-80"]).costs.seconds
+    waiting = seconds["waiting for pipeline"] + seconds["waiting for end of the step"]
+    computing = seconds["forward"] + seconds["backward"]
+    assert waiting / computing == pytest.approx((ranks - 1) / (chunks * microbatches), rel=0.2)
+
+
+def test_unsharded_gradients_of_tensor_parallel_ranks_are_counted_by_rank() -> None:
+    def gradients(tensor: int) -> float:
+        parallelism = {"tensor_parallel_degree": tensor, "fsdp_gradient_accumulation": "unsharded"}
+        config = config_of(parallelism=parallelism, training={"local_batch_size": 1, "global_batch_size": 8})
+        (rank,) = estimate(with_estimate(config, world_size=4), DEEPER, GPUS["h100-80"]).ranks
+        return float(rank["gradients_gib"])
+
+    assert gradients(2) < 0.65 * gradients(1)  # norms are replicated
 
 
 def without_module(operations: list[Operation]) -> list[Operation]:
@@ -1114,12 +1142,20 @@ def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
     def message(name: str, peer: int, seconds: int) -> Operation:
         return sent(name, seconds, "pipeline", peer=peer, fsdp=False)
 
-    first = [computed(5), message("send", 1, 2), computed(3), message("send", 1, 2), message("recv", 1, 0), computed(4)]
-    second = [message("recv", 0, 0), computed(1), message("recv", 0, 0), computed(2), message("send", 0, 1)]
+    def waits_for(peer: int) -> Operation:
+        return Operation(WAIT_FOR_MESSAGE, "forward", "", peer=peer)
+
+    received = [message("recv", 1, 0), waits_for(1)]
+    first = [computed(5), message("send", 1, 2), computed(3), message("send", 1, 2), *received, computed(4)]
+    received = [message("recv", 0, 0), waits_for(0)]
+    second = [*received, computed(1), *received, computed(2), message("send", 0, 1)]
     times = replay({0: first, 1: second}, cost_model)
     assert [time.seconds for time in times.values()] == [18, 18]
     waits = [{name: wait for name, wait in time.waiting.items() if wait} for time in times.values()]
     assert waits == [{"host": 1, "pipeline": 5}, {"pipeline": 8 + 2, "end of the step": 5}]
+    # A message that is received before it is needed does not let the device wait.
+    early = [message("recv", 0, 0), computed(20), waits_for(0), computed(1)]
+    assert replay({0: [computed(5), message("send", 1, 2)], 1: early}, cost_model)[1].seconds == 2 + 20 + 1
     with pytest.raises(AssertionError, match=r"deadlock: ranks \[0\] wait for messages that no rank sends"):
         replay({0: [message("recv", 1, 0)], 1: []}, cost_model)
 

@@ -7,11 +7,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.distributed.pipelining import PipelineStage
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from torchtrain.distributed.mesh import local
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import OutputLoss
+from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE
 from torchtrain.plugins.planner.recorder import StepRecorder
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
 
@@ -87,6 +89,23 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
     def begin_chunk(name: str, stage: PipelineStage, index: int, *_: Any) -> None:
         recorder.record.chunks[len(recorder.record.operations)] = name, stage.stage_index // stage.group_size, index
 
+    def observed_batch(operations: list[dist.P2POp], **options: Any) -> list[dist.Work]:
+        works: list[dist.Work] = batch_p2p(operations, **options)
+        if peers := [operation.peer for operation in operations if operation.op is dist.irecv]:
+            receiving.append((works, peers))
+        return works
+
+    def observed_wait(works: list[dist.Work]) -> None:
+        for received in receiving:
+            if received[0] is works:
+                receiving.remove(received)
+                for peer in received[1]:
+                    recorder.record_operation(WAIT_FOR_MESSAGE, peer=peer)
+                break
+        wait_batch_p2p(works)
+
+    receiving: list[tuple[list[dist.Work], list[int]]] = []
+    batch_p2p, wait_batch_p2p = schedules._batch_p2p, schedules._wait_batch_p2p
     post_backward = FSDPParamGroup.post_backward
     unsharding = {"module": "", "fsdp": True, "category": "gathered"}
     with (
@@ -100,6 +119,8 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
         observe(FSDPParamGroup, "pre_backward", enter_module),
         observe(PipelineStage, "forward_one_chunk", partial(begin_chunk, "FORWARD")),
         observe(PipelineStage, "backward_one_chunk", partial(begin_chunk, "FULL_BACKWARD")),
+        patch.object(schedules, "_batch_p2p", observed_batch),
+        patch.object(schedules, "_wait_batch_p2p", observed_wait),
         observe(OutputLoss, "__call__", phase_override="loss"),
         recorder,
     ):

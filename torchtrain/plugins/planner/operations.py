@@ -14,6 +14,10 @@ from torchtrain.torch_internals import _resolve_process_group, tree_leaves
 aten = torch.ops.aten
 
 
+WAIT_FOR_MESSAGE = "wait_for_message"
+"""Name of an operation: the wait for the first message from ``peer`` that was received and not yet waited for."""
+
+
 @dataclass
 class Operation:
     """An operation on the device, or a collective.

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchtrain.distributed.mesh import local
 from torchtrain.plugins.planner.allocator import Allocation
 from torchtrain.plugins.planner.operations import (
     ALLOCATIONS,
@@ -136,9 +137,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Memory
 
+    @torch.no_grad()  # otherwise autograd would keep what ``local`` returns
     def categorize(self, tensors: Any, category: str) -> None:
         """Move existing ``tensors`` to ``category``, and start tracking those that are not tracked yet."""
-        for tensor in tensors_in(tensors):
+        for tensor in map(local, tensors_in(tensors)):
             self._track(tensor, category)
             entry = self.storages.get(tensor.untyped_storage()._cdata)
             if entry is not None and entry.category != category:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
-from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 from torchtrain.plugins.planner.recorder import Action, StepRecord
 
 COMPUTATIONS = ("FORWARD", "FULL_BACKWARD")
@@ -128,7 +128,9 @@ def split_by_action(
             # Operations since the last message, such as unsharding parameters, belong to this computation.
             current = after if current is after else []
             by_action[chunks[i]], after = current, []
-        if operation.peer is not None:
+        if operation.name == WAIT_FOR_MESSAGE:  # belongs to the computation after it
+            current = after
+        if operation.peer is not None and operation.name != WAIT_FOR_MESSAGE:
             by_action[message_names[operation.name, operation.peer > own_rank], 0, 0] = [operation]
             current = after
         else:

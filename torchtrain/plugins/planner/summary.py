@@ -274,9 +274,9 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
     """Simulate representative ranks of a run, and estimate its memory and speed on ``gpu``.
 
     With ``estimate.all_layers`` or ``estimate.picture`` all layers are simulated. Otherwise ``SIMULATED_LAYERS`` are
-    simulated in the smallest pipeline stage, then one more in each stage, and the costs are extrapolated linearly. With
-    ``estimate.search`` the middle ranks of a pipeline are represented by one of them where possible, and the estimate
-    contains the memory of that one only.
+    simulated in the smallest pipeline stage, then one more in each stage, and the costs are extrapolated linearly; the
+    middle ranks of a pipeline are represented by one of them where possible, and the estimate contains the memory of
+    that one only.
 
     Raises:
         ConfigError: the trainer would reject the config on this GPU.
@@ -293,7 +293,7 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         run_config = replace(config, parallelism=parallelism)
         run_model_config = replace(model_config, n_layers=sum(stages))
         ranks, representatives = representative_ranks(degrees), list(range(degrees.pipeline))
-        if options.search:
+        if not options.all_layers and not options.picture:
             representatives = representative_pipeline_ranks(
                 stages, degrees.pipeline, parallelism.pipeline_parallel_schedule
             )

@@ -1,6 +1,6 @@
 """Duration of a training step: a roofline model of each operation, replayed on the streams of communicating ranks."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ import torch
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.plugins.planner.attention import Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import Efficiency, Gpu
-from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 from torchtrain.plugins.planner.options import EstimateConfig
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -115,11 +115,14 @@ def replay_rank(
 ) -> Iterator[bool]:
     """Replay one rank: a generator that fills in ``time``, and yields when it needs a message that has not been sent.
 
-    The device has two streams, one for computation and one for FSDP's collectives. The host issues operations to both.
+    The device has streams for computation, for FSDP's collectives, and for the messages with each peer. The host issues
+    operations to all.
     """
     device = host = stream = copied_out = reduced = 0.0
     gathered: dict[str, float] = {}
     received: Counter[int] = Counter()
+    messages: dict[int, float] = defaultdict(float)
+    not_waited_for: dict[int, deque[float]] = defaultdict(deque)
 
     def wait(until: float, axis: str) -> float:
         time.waiting[axis] += max(0.0, until - device)
@@ -130,6 +133,9 @@ def replay_rank(
         if operation.name == "wait":  # for parameters that FSDP gathers
             device = wait(gathered.get(operation.module, 0.0), "shard")
             continue
+        if operation.name == WAIT_FOR_MESSAGE and operation.peer is not None:
+            device = wait(not_waited_for[operation.peer].popleft(), "pipeline")
+            continue
         if operation.phase == "update" and stream > device:
             device = wait(stream, "shard")
         seconds = cost_model.communicate(operation) if operation.axis else cost_model.compute(operation)
@@ -139,12 +145,14 @@ def replay_rank(
             if operation.name == "split_with_sizes_copy":
                 copied_out = device
         elif operation.peer is not None and operation.name == "send":
-            arrivals[rank, operation.peer].append(max(device, host) + seconds)
+            messages[operation.peer] = max(messages[operation.peer], device, host) + seconds
+            arrivals[rank, operation.peer].append(messages[operation.peer])
         elif operation.peer is not None:
             sent = arrivals[operation.peer, rank]
             while len(sent) <= received[operation.peer]:
                 yield True
-            device = wait(sent[received[operation.peer]], "pipeline")
+            messages[operation.peer] = max(messages[operation.peer], sent[received[operation.peer]])
+            not_waited_for[operation.peer].append(messages[operation.peer])
             received[operation.peer] += 1
         elif operation.axis == "host":  # CPU offload copies on FSDP's stream, in order with its collectives
             stream = max(stream, host) + seconds
