@@ -82,6 +82,10 @@ BENCHMARK = "torchtitan benchmarks/llama3_h100_202412"
 ASYNC = "torchtitan benchmarks/asyncTP_llama3_h100_2025-06"
 H200 = "torchtitan benchmarks/llama3_8b_h200_2025-06"
 ON_H200 = {"gpu": "h200", "ranks": 32}
+A100 = "torchtitan docs/performance.md, 2024"
+ON_A100 = {"gpu": "a100-80", "ranks": 64, "holds_logits": True, "expandable": False}
+FMS = "pytorch.org/blog/maximizing-training-throughput"
+ON_128 = {"gpu": "a100-80", "ranks": 128, "seq_len": 4096, "compiled": True}
 ON_64 = {"tensor": 8, "ranks": 64}
 # torchtitan's loss was not compiled before the autumn of 2024, nor from that December to the next April (#755, #1033).
 PLAIN_LOSS = {"compiled": True, "compiled_loss": False}
@@ -108,6 +112,8 @@ ROWS = (
     Row(
         "8B, 32 H200 GPUs, batch 2, compiled, float8", H200, "8B", 2, None, 10938, compiled=True, float8=True, **ON_H200
     ),
+    Row("8B, 64 A100 GPUs, batch 1", A100, "8B", 1, None, 2973, **ON_A100),
+    Row("70B, 64 A100 GPUs, batch 1, full", A100, "70B", 1, None, 331, "full", **ON_A100),
 )
 # Runs that no efficiency is fitted to.
 LONG = {**PLAIN_LOSS, "float8": True}
@@ -139,6 +145,8 @@ HELD_OUT = (
     ),
     Row("8B, 64 GPUs, tensor 8, batch 12, float8", ASYNC, "8B", 12, None, 5078.1, compiled=True, float8=True, **ON_64),
     Row("... asynchronous", ASYNC, "8B", 12, None, 5570.1, compiled=True, float8=True, **ON_64, async_tensor=True),
+    Row("Llama 2 7B, 128 A100 GPUs, compiled", FMS, "7B", 2, None, 4550, "none", **ON_128),
+    Row("Llama 2 70B, 128 A100 GPUs, compiled, full", FMS, "70B", 2, None, 410, "full", **ON_128),
 )
 
 
@@ -224,7 +232,10 @@ def config_of(row: Row) -> JobConfig:
     return from_toml(
         JobConfig,
         {
-            "model": {"name": "llama2" if row.flavor == "7B" else "llama3", "flavor": row.flavor},
+            "model": {
+                "name": "llama2" if row.name.startswith("Llama 2") or row.flavor == "7B" else "llama3",
+                "flavor": row.flavor,
+            },
             "training": {
                 "local_batch_size": row.batch,
                 "seq_len": row.seq_len,
@@ -283,7 +294,7 @@ def tokens_per_second(row: Row, found: Trace, efficiency: Efficiency) -> float:
     return row.batch * row.seq_len / (row.tensor * row.context) / seconds
 
 
-FITTED = ("matmul", "float8", "memory", "power_limited")  # these runs hardly depend on the links
+FITTED = ("matmul", "matmul_ampere", "float8", "memory", "power_limited")  # these runs hardly depend on the links
 LIMIT = 0.95  # of an efficiency
 PULL = 0.002  # weak regularization towards the initial values, for directions that the rows do not determine
 

@@ -804,7 +804,7 @@ def test_estimate_in_the_head_of_a_config_is_current(path: Path) -> None:
     match = HEAD.search(path.read_text())
     assert match, path
     found = estimate_of(parse(["--job.config_file", str(path), "--estimate.world_size", match[1]]))
-    low, high = (found.tokens_per_second_per_gpu * (1 + sign * summary.INTERVAL) for sign in (-1, 1))
+    low, high = (found.tokens_per_second_per_gpu * (1 + sign * found.gpu.interval) for sign in (-1, 1))
     assert found.fits
     expected = [found.peak_reserved_gib, low, high]
     assert [float(match[i].replace(",", "")) for i in (2, 3, 4)] == pytest.approx(expected, rel=0.02)

@@ -11,7 +11,7 @@ from torchtrain.plugins.planner.failures import best_interval, expected_seconds,
 from torchtrain.plugins.planner.hardware import GIB
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES
-from torchtrain.plugins.planner.summary import INTERVAL, Estimate
+from torchtrain.plugins.planner.summary import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,18 +59,32 @@ def format_estimate(estimate: Estimate) -> str:
 def verdict(estimate: Estimate) -> str:
     """Whether the run fits and its speed; then its duration and, if that of a GPU is known, its price."""
     fits = "fits" if estimate.fits else "DOES NOT FIT"
-    low, high = (estimate.tokens_per_second_per_gpu * (1 + sign * INTERVAL) for sign in (-1, 1))
-    days, hours, dollars = map(_with_limits, (estimate.days, estimate.gpu_hours, estimate.dollars))
+    interval = estimate.gpu.interval
+    low, high = (estimate.tokens_per_second_per_gpu * (1 + sign * interval) for sign in (-1, 1))
+    values = (estimate.days, estimate.gpu_hours, estimate.dollars)
+    days, hours, dollars = (_with_limits(value, interval) for value in values)
     price = f", {dollars} dollars" if estimate.dollars else ""
     return (
         f"{fits}: {estimate.peak_reserved_gib:.1f} of {estimate.gpu.memory_gib:.1f} GiB; {low:,.0f} to {high:,.0f} "
-        f"tokens/s a GPU; MFU {estimate.mfu:.1%}\n{days} days, {hours} GPU-hours{price}"
+        f"tokens/s a GPU; MFU {estimate.mfu:.1%}\n{days} days, {hours} GPU-hours{price}{reservations(estimate)}"
     )
 
 
-def _with_limits(value: float) -> str:
-    """The range of a ``value`` that is proportional to the time of a step."""
-    return " to ".join(_three_digits(value / (1 + sign * INTERVAL)) for sign in (1, -1))
+def reservations(estimate: Estimate) -> str:
+    """What to know before one relies on the speed, each on a line of its own."""
+    lines = []
+    highest = HIGHEST_PUBLISHED_MFU.get(estimate.gpu.capability[0])
+    if highest is None:
+        lines.append("nothing is fitted to runs on this GPU: compare layouts by it, and do not plan days with it")
+    elif not estimate.is_float8 and estimate.mfu > highest:
+        lines.append(f"the highest MFU in bfloat16 known of such a GPU is {highest:.0%}: expect the lower speed")
+    return "".join(f"\n{line}" for line in lines)
+
+
+def _with_limits(value: float, interval: float) -> str:
+    """The range of a ``value`` that is proportional to the time of a step, whose speed has the relative error
+    ``interval``."""
+    return " to ".join(_three_digits(value / (1 + sign * interval)) for sign in (1, -1))
 
 
 def _three_digits(value: float) -> str:
@@ -78,6 +92,8 @@ def _three_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
+# Published, in bfloat16, by compute capability: Megatron-Bridge on H100, fms-fsdp on A100.
+HIGHEST_PUBLISHED_MFU = {8: 0.68, 9: 0.51}
 ATTENTION = {
     "cudnn": "cuDNN, as PyTorch chooses if it is newer than 9.15",
     "fa3": "FlashAttention 3",
@@ -168,7 +184,7 @@ def format_stages(stages: Sequence[tuple[JobConfig, Estimate]]) -> str:
     price = [f"{dollars:,.0f}"] if dollars else []
     whole = ("", "", "", "", "", f"{sum(own.steps for _, own in stages):,}", format_tokens(tokens), f"{days:.2f}")
     lines.append(f"{'whole run':<{width}}" + "".join(f"{cell:>13}" for cell in (*whole, f"{hours:,.0f}", *price)))
-    low, high = (100 / (1 + sign * INTERVAL) - 100 for sign in (1, -1))
+    low, high = (100 / (1 + sign * stages[0][1].gpu.interval) - 100 for sign in (1, -1))
     lines.append(f"tokens/s are per GPU; days may differ by {low:.0f}% to +{high:.0f}%")
     return "\n".join(lines)
 

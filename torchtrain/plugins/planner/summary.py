@@ -10,6 +10,7 @@ from typing import Any
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.models.spec import DecoderConfig, flops_per_token
+from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.plugins.planner.allocator import peak_reserved
 from torchtrain.plugins.planner.attention import DIRECT_CALLS, kernel_of
 from torchtrain.plugins.planner.hardware import GIB, Efficiency, Gpu
@@ -21,7 +22,6 @@ from torchtrain.plugins.planner.request import resolve_and_check
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate
 from torchtrain.plugins.planner.timing import CostModel, replay
 
-INTERVAL = 0.15  # relative error of throughput in either direction; docs/estimate.md compares with published runs
 MAX_MICROBATCHES = 3  # microbatches simulated per step: the first, the last, and one that represents all between
 SIMULATED_LAYERS = 2  # layers simulated in the smallest stage; then one more in each, to extrapolate the difference
 
@@ -124,6 +124,7 @@ class Estimate:
     attention: str = "flash"
     """The kernel that is assumed: cudnn, fa3, flash or flex."""
     dollars_per_gpu_hour: float = 0.0
+    is_float8: bool = False
 
     @property
     def world_size(self) -> int:
@@ -180,7 +181,7 @@ class Estimate:
             "model_flops_per_token": self.model_flops_per_token,
             "collectives": self.costs.collectives,
             "step_seconds": self.step_seconds,
-            "step_seconds_range": [self.step_seconds * (1 - INTERVAL), self.step_seconds * (1 + INTERVAL)],
+            "step_seconds_range": [self.step_seconds * (1 + sign * self.gpu.interval) for sign in (-1, 1)],
             "seconds": self.costs.seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "mfu": self.mfu,
@@ -341,4 +342,5 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         options.gpus_per_node,
         attention,
         options.dollars_per_gpu_hour,
+        linear_conversion(config) is not None,
     )

@@ -43,12 +43,13 @@ class CostModel:
     def compute(self, operation: Operation) -> float:
         """Roofline model: the maximum of the times to compute, to move the bytes, and to run any kernel."""
         gpu, efficiency = self.gpu, self.efficiency
+        matmul = efficiency.matmul_ampere if gpu.capability[0] == 8 else efficiency.matmul
         if operation.dtype in FLOAT8:
             peak, fraction = gpu.flops_float8, efficiency.float8
         elif operation.dtype in (torch.bfloat16, torch.float16):
-            peak, fraction = gpu.flops_bfloat16, efficiency.matmul
+            peak, fraction = gpu.flops_bfloat16, matmul
         else:
-            peak, fraction = gpu.flops_float32, efficiency.matmul
+            peak, fraction = gpu.flops_float32, matmul
         if operation.head_dim:
             fraction = self._attention_fraction(operation)
         if gpu.power_limited:
