@@ -66,7 +66,7 @@ def run(config: JobConfig) -> int:
         text = format_failures(result.days, result.step_seconds, result.world_size, options)
         sys.stdout.write(text + "\n")
     interval = option_of_plugin(config, "recheck.interval")
-    if interval and not options.json:
+    if interval and result.degrees.batch > 1 and not options.json:
         rows = result.global_tokens // config.training.seq_len // result.degrees.batch
         sys.stdout.write(format_recheck(interval, rows // config.training.local_batch_size) + "\n")
     if options.picture:

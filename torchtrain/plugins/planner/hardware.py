@@ -60,7 +60,7 @@ class Efficiency:
     """
 
     matmul: float = 0.584
-    matmul_ampere: float = 0.683
+    matmul_ampere: float = 0.676
     """``matmul`` on an A100."""
     float8: float = 0.464
     memory: float = 0.95
