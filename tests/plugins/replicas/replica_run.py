@@ -323,14 +323,17 @@ class Reference:
         self.tensors = saved_tensors(self.folder, max(self.curve))
 
 
-def differences(run: Path, reference: Reference) -> list[str]:
-    """In what a run of replicas differs from the reference: last checkpoint, and each loss and norm that was logged."""
+def differences(run: Path, reference: Reference, steps: Sequence[int] | None = None) -> list[str]:
+    """In what a run of replicas differs from the reference: last checkpoint, and each loss and norm that was logged.
+
+    ``steps``: those of the lines of the run; default: each step of the reference once.
+    """
     found = []
     last = max(reference.curve)
     if not same_tensors(saved_tensors(run, last), reference.tensors):
         found.append("the last checkpoint")
     main = curves(run)
-    if [line[0] for line in main] != sorted(reference.curve):
+    if [line[0] for line in main] != (sorted(reference.curve) if steps is None else list(steps)):
         found.append(f"steps {[line[0] for line in main]} in the run's metrics")
     for folder in (run, *run.glob("replicas/*")):
         found += [f"{folder.name}: {line}" for line in curves(folder) if line not in reference.lines]

@@ -46,11 +46,14 @@ def test_each_row_is_of_one_rank(replicas: int, ranks: int) -> None:
 
 def test_more_replicas_than_microbatches_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rows for at most 3 replicas of 2 x 2 rows .* and 4 replicas are there"):
-        rows_of(0, 4, 0, 2, global_batch_size=12, local_batch_size=2)
+        rows_of(3, 4, 0, 2, global_batch_size=12, local_batch_size=2)
+    # The others have all rows.
+    others = [rows_of(replica, 4, 0, 2, global_batch_size=12, local_batch_size=2) for replica in range(3)]
+    assert others == [rows_of(replica, 3, 0, 2, global_batch_size=12, local_batch_size=2) for replica in range(3)]
 
 
 def test_a_member_is_the_same_after_its_sum() -> None:
-    member = Member(1, 12, -1, 0, 2**63 - 1, -(2**63), "f" * 16 + "0123456789abcdef", "replica-3")
+    member = Member(1, 12, -1, 0, 2**63 - 1, 3, -(2**63), "f" * 16 + "0123456789abcdef", "replica-3")
     assert Member.of(torch.tensor(member.row).tolist()) == member
     assert Member.of(replace(member, name="a very long name of a replica").row).name == "a very long name"
 
@@ -155,6 +158,8 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
         return Writers(MetricsConfig(enable_tensorboard=True), tmp_path, "", step, "a", undone=False)
 
     files = [RunFiles(tmp_path, folder, open_writers, nothing) for folder in (first, second)]
+    for of in files:
+        of.begin()
     files[0].begin_run("a", resumed=False)
     write(first, start(0), loss(1), loss(2))
     write(second, start(1), loss(2), loss(3))
@@ -170,15 +175,27 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["start", 1, 2, 3, 4, "replica_left", 5]
     # All die; the run resumes from a checkpoint of step 3, and the first one leads.
     again = RunFiles(tmp_path, first, open_writers, nothing)
+    again.begin()
     again.begin_run("a", resumed=True)
     write(first, start(3), loss(4))
     again.update(leads=True)
     assert steps(tmp_path)[-2:] == ["start", 4]
     # The second one takes over: step 5 from before is undone, and comes again.
     files[1] = RunFiles(tmp_path, second, open_writers, nothing)
+    files[1].begin()
     write(second, start(4), loss(5))
     files[1].update(leads=True)
     assert steps(tmp_path)[-3:] == ["start", 4, 5]
+    # It leads in a rollback to step 3, and dies before it has written it; the first one takes over.
+    undone = {"step": 3, "event": "rolled_back"}
+    for folder in (first, second):
+        write(folder, *([loss(5)] if folder == first else []), loss(6), {"step": 7, "event": "bad_step_rollback"})
+    files[1].update(leads=True)
+    write(first, undone, loss(4), loss(5))
+    again.update(leads=False)
+    again.received = b"".join(json.dumps(line).encode() + b"\n" for line in (loss(5), undone, loss(4)))
+    again.update(leads=True)
+    assert steps(tmp_path)[-6:] == [5, 6, "bad_step_rollback", "rolled_back", 4, 5]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [of.step for of in board.Scalars("loss/average")] == [1, 2, 3, 4, 5]
 

@@ -29,8 +29,10 @@ class RecheckConfig(Section, name="recheck"):
     def check_run(self, config: JobConfig, device: "torch.device", degrees: "ParallelDims") -> None:
         if not self.interval:
             return
+        if degrees.batch < 2 and option_of_plugin(config, "replicas.lighthouse"):
+            return  # only the states of the replicas are compared
         given = f"recheck.interval = {self.interval} compares the gradients of the same microbatch on several ranks"
-        if degrees.batch < 2 and not option_of_plugin(config, "replicas.lighthouse"):
+        if degrees.batch < 2:
             raise ConfigError(
                 f"{given}, and needs at least two data-parallel ranks; there is 1: start more ranks, or set interval = "
                 "0"

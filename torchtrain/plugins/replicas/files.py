@@ -1,7 +1,8 @@
 """The run's files: those of the replica that leads, so that several replicas write one curve."""
 
+import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from torchtrain.metrics.writers import Writers, rename_files_of_other_run
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.toml"
-COPIED = (CONFIG, "report.md", "curves.png")
 
 
 class RunFiles:
@@ -39,8 +39,7 @@ class RunFiles:
         self._writers: Writers | None = None
         self.received = b""
         """The ``lines_after`` of the replica whose state this one has taken."""
-        self._read = (own_folder / METRICS).stat().st_size if (own_folder / METRICS).exists() else 0
-        self._begun = self._read  # the lines of this process begin here
+        self._begun = self._read = 0  # the lines of this process begin here; up to there they are copied
         self._leads = False
         self._known: set[tuple[Any, ...]] = set()
         self._best_effort = BestEffort(f"the metrics in {run_folder}")
@@ -53,15 +52,19 @@ class RunFiles:
             self._restore()
             self._leads = True
 
+    def begin(self) -> None:
+        """Called before this process writes its first line."""
+        file = self.own_folder / METRICS
+        self._begun = self._read = file.stat().st_size if file.exists() else 0
+
     def lines_after(self, step: int) -> bytes:
         """The lines of this replica of later steps, for one that joins, and may have to write them."""
-        lines: list[bytes] = []
         with self._best_effort:
-            for text in (self.received + (self.own_folder / METRICS).read_bytes()).splitlines(keepends=True):
-                line = json_object(text)
-                if line is not None and line["step"] > step and line.get("event") != "start":
-                    lines.append(text)
-        return b"".join(lines)
+            lines = parsed(self.received + self._own_content(self._begun))
+            of_steps = surviving(line for line in lines if line.get("event") != "start")
+            later = [line for line in of_steps if line["step"] > step]
+            return b"".join(json.dumps(line).encode() + b"\n" for line in later)
+        return b""
 
     def update(self, leads: bool) -> None:
         """Copy the lines written since the last call, if this replica leads.
@@ -69,28 +72,30 @@ class RunFiles:
         When it begins to lead, it adds those that the replica before it has not written any more.
         """
         with self._best_effort:
-            if leads and not self._leads:
-                self._restore()
-                lines = _lines(self.run_folder / METRICS)
-                self._known = {_key(line) for line in lines}
-                self._read = self._begun
-                self._writers = self._open_writers(lines[-1]["step"] if lines else 0)
-                self._copy_lines(self.received)
             if not leads:
                 self._close_writers()
+            elif not self._leads:
+                self._restore()
+                of_run = surviving(parsed(_content(self.run_folder / METRICS)))
+                self._known = {_key(line) for line in of_run}
+                self._writers = self._open_writers(of_run[-1]["step"] if of_run else 0)
+                own = self._own_content(self._begun)
+                self._read = self._begun + len(own)
+                lines = parsed(self.received + own)
+                # Of a replica that takes over, its own start is none of the run.
+                self._write(surviving(line for line in lines if not of_run or line.get("event") != "start"))
             self._leads = leads
             if leads:
                 self._copy_own_lines()
                 if not (self.run_folder / CONFIG).exists():
-                    self._copy(CONFIG)
+                    self._copy_config()
 
     def end(self) -> None:
-        """Copy the other files, at the end of training."""
+        """Copy what is left, at the end of training."""
         with self._best_effort:
             if self._leads:
                 self._copy_own_lines()
-                for name in COPIED:
-                    self._copy(name)
+                self._copy_config()
             self._close_writers()
 
     def _close_writers(self) -> None:
@@ -98,49 +103,61 @@ class RunFiles:
             self._writers.close()
             self._writers = None
 
-    def _copy(self, name: str) -> None:
-        if (self.own_folder / name).exists():
-            shutil.copyfile(self.own_folder / name, self.run_folder / name)
+    def _copy_config(self) -> None:
+        if (self.own_folder / CONFIG).exists():
+            shutil.copyfile(self.own_folder / CONFIG, self.run_folder / CONFIG)
+
+    def _own_content(self, begin: int) -> bytes:
+        """The complete lines of this replica from the byte ``begin`` on."""
+        content = _content(self.own_folder / METRICS, begin)
+        return content[: content.rfind(b"\n") + 1]
 
     def _copy_own_lines(self) -> None:
-        file = self.own_folder / METRICS
-        if not file.exists():
-            return
-        with file.open("rb") as opened:
-            opened.seek(self._read)
-            content = opened.read()
-        content = content[: content.rfind(b"\n") + 1]
+        content = self._own_content(self._read)
         self._read += len(content)
-        self._copy_lines(content)
+        self._write(parsed(content))
 
-    def _copy_lines(self, content: bytes) -> None:
-        """Write those of the lines in ``content`` that the run does not have."""
-        for text in content.splitlines():
-            line = json_object(text)
-            if line is None:
-                continue
-            # Of a replica that takes over, its own start is none of the run.
-            if self._known and (line.get("event") == "start" or _key(line) in self._known):
+    def _write(self, lines: Iterable[dict[str, Any]]) -> None:
+        """Write those of ``lines`` that the run does not have."""
+        for line in lines:
+            if line.get("event") != "rolled_back" and _key(line) in self._known:
                 continue
             if self._writers is None:  # of a replica that begins the run
                 self._writers = self._open_writers(line["step"])
             if line.get("event") == "rolled_back":
+                self._known = {key for key in self._known if key[0] <= line["step"]}
                 self._writers.undo(line["step"])
             else:
                 self._writers.write(line)
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The lines of the run that count: those before a start or a rollback, beyond its step, do not."""
-    lines: list[dict[str, Any]] = []
-    for text in file.read_bytes().splitlines() if file.exists() else ():
+def _content(file: Path, begin: int = 0) -> bytes:
+    if not file.exists():
+        return b""
+    with file.open("rb") as opened:
+        opened.seek(begin)
+        return opened.read()
+
+
+def parsed(content: bytes) -> Iterator[dict[str, Any]]:
+    """The lines of metrics in ``content``, but for those that a kill has cut short."""
+    for text in content.splitlines():
         line = json_object(text)
-        if line is None:  # cut short by a kill
-            continue
+        if line is not None and isinstance(line.get("step"), int):
+            yield line
+
+
+def surviving(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of ``lines`` that count: those before a start or a rollback, beyond its step, do not. Of a rollback that
+    comes twice, one remains."""
+    found: list[dict[str, Any]] = []
+    for line in lines:
         if line.get("event") in ("start", "rolled_back"):
-            lines = [earlier for earlier in lines if earlier["step"] <= line["step"]]
-        lines.append(line)
-    return lines
+            found = [earlier for earlier in found if earlier["step"] <= line["step"]]
+            if found and _key(found[-1]) == _key(line):
+                continue
+        found.append(line)
+    return found
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:

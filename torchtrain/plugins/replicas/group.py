@@ -3,6 +3,8 @@
 import logging
 import os
 import socket
+import threading
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +26,7 @@ from torchtrain.logging import logger
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
 NAME_BYTES = 16
+WAIT_SECONDS = 1.0  # between two looks for more replicas
 STEPS = 1 << 32  # more than a run has
 ROLLBACKS = 1 << 16
 
@@ -35,13 +38,16 @@ class Member:
     present: int
     """1: a sum over replicas has another value if two of them see different members."""
     since: int
-    """The step that was complete when it became a member; 0 for those that begin the run."""
+    """The first step that it has taken part in, if it has taken the state of another one; for those that begin, the
+    step that was complete."""
     saved: int
     """The last step that it has saved; -1: none."""
     stopping: int
     """Whether it was asked to stop, and all others with it."""
     options: int
     """Hash of its config, apart from what may differ between replicas."""
+    generation: int
+    """Of the newest writer lease that it knows."""
     state: int
     """Hash of the state on this rank, if it is to be compared; else 0."""
     run: str
@@ -52,15 +58,16 @@ class Member:
     @staticmethod
     def of(row: Sequence[int]) -> "Member":
         """The member with this ``row``."""
-        name = _bytes_of(row[8:10]).rstrip(b"\0").decode(errors="replace")
-        present, since, saved, stopping, options, state = row[:6]
-        return Member(present, since, saved, stopping, options, state, _bytes_of(row[6:8]).hex(), name)
+        name = _bytes_of(row[9:11]).rstrip(b"\0").decode(errors="replace")
+        present, since, saved, stopping, options, generation, state = row[:7]
+        run = _bytes_of(row[7:9]).hex()
+        return Member(present, since, saved, stopping, options, generation, state, run, name)
 
     @property
     def row(self) -> list[int]:
         """This member as integers, for a sum over replicas."""
         name = self.name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-        numbers = [self.present, self.since, self.saved, self.stopping, self.options, self.state]
+        numbers = [self.present, self.since, self.saved, self.stopping, self.options, self.generation, self.state]
         return [*numbers, *_integers_of(bytes.fromhex(self.run)), *_integers_of(name)]
 
 
@@ -119,6 +126,11 @@ class ReplicaGroup(Replicas):
         self.hash_of_state: Callable[[int], int] = lambda _: 0
         """Returns ``Member.state`` after this step."""
         self.last_saved = -1
+        self.generation = 0
+        self.heard_at = 0.0
+        """When all members were last heard of, in ``time.monotonic()`` seconds."""
+        self.is_rolling_back = False
+        """Whether a state that is taken is that of a rollback: then this replica has not joined by it."""
         self.discarded = 0
         self._has_loaded = False  # by the last quorum
         self._manager: Any = None
@@ -132,6 +144,7 @@ class ReplicaGroup(Replicas):
         *,
         run: str,
         part: int,
+        end_of_part: Callable[[int], int],
         options: int,
         group: dist.ProcessGroup,
     ) -> None:
@@ -142,6 +155,7 @@ class ReplicaGroup(Replicas):
             load: loads what ``state`` returns on the rank of the same number of another replica.
             run: the id of the run, 32 hexadecimal digits.
             part: the number of the part of the run, from 0.
+            end_of_part: returns the last step of the part with a number.
             options: see ``Member``.
             group: a gloo group of all ranks of this replica.
         """
@@ -152,11 +166,13 @@ class ReplicaGroup(Replicas):
         from torchft import ProcessGroupGloo
 
         def loaded(values: Mapping[str, Tensor]) -> None:
-            load(values)
+            if self.progress[0] == self._part:
+                load(values)
             self._has_loaded = True
 
         config = self.config
         self.run, self.options, self._group = run, options, group
+        self._part, self._end_of_part = part, end_of_part
         host = broadcast_from_rank0(lambda: config.host or socket.gethostname(), group)
         # A store of its own: that of torchrun outlives the ranks, and would have the addresses of dead ones.
         self._store: Any = None
@@ -244,6 +260,7 @@ class ReplicaGroup(Replicas):
 
         Raises:
             StorageError: the lighthouse does not answer, or the other replicas do not come.
+            OtherPartError: another one is in a later part of the run.
         """
         self.has_joined = is_torn = False
         before = self.progress
@@ -253,11 +270,16 @@ class ReplicaGroup(Replicas):
             if not self.failed:
                 self._meet()
             self.has_joined = self.has_joined or self._has_loaded
-            own = torch.tensor([self.failed, not self._has_loaded, *self.progress], dtype=torch.int64)
-            extremes = torch.cat((own, -own))
-            all_reduce(extremes, self._group, dist.ReduceOp.MAX)
-            failed, some_not_loaded, *last = extremes[:5].tolist()
-            if last != (-extremes[7:]).tolist():
+            flags = torch.tensor([self.failed, not self._has_loaded], dtype=torch.int64)
+            first, last = torch.tensor([self.progress] * 2, dtype=torch.int64)
+            all_reduce(flags, self._group, dist.ReduceOp.MAX)
+            all_reduce(first, self._group, dist.ReduceOp.MIN)
+            all_reduce(last, self._group, dist.ReduceOp.MAX)
+            failed, some_not_loaded = flags.tolist()
+            part = int(last[0])
+            if part > self._part:
+                raise OtherPartError(self._end_of_part(part - 1))
+            if not torch.equal(first, last):
                 # Only some ranks have got the state of another replica: it is asked for again.
                 is_torn, failed = True, True
                 self.progress = before
@@ -268,9 +290,14 @@ class ReplicaGroup(Replicas):
             else:
                 is_torn = False
             if not failed:
-                self.since = self.step if self.has_joined else self.since
+                self.since, self.heard_at = self._own_since, time.monotonic()
                 self._adopt()
-                return
+                if self.size >= self.config.min:
+                    return
+                logger.info("replicas: %d of at least %d (replicas.min); waits for more", self.size, self.config.min)
+                time.sleep(WAIT_SECONDS)
+                before = self.progress
+                continue
             self.fail("the members could not be connected; they are asked for again")
             self._manager.should_commit()
             self._count_discarded()
@@ -278,7 +305,7 @@ class ReplicaGroup(Replicas):
     def _start_quorum(self) -> None:
         try:
             self._manager.start_quorum()
-        except (TorchtrainError, OtherPartError):  # by ``load``
+        except TorchtrainError:  # by ``load``
             raise
         except Exception as error:  # torchft has no error of its own
             raise StorageError(
@@ -289,10 +316,16 @@ class ReplicaGroup(Replicas):
     def _meet(self) -> None:
         """Exchange what a ``Member`` is."""
         self.number, size = self._manager.participating_rank() or 0, self._manager.num_participants()
-        since = self.step if self.has_joined or self._has_loaded else self.since
-        state = self.hash_of_state(self.step)
         own = Member(
-            1, since, self.last_saved, int(self.is_stopping()), self.options, state, self.run, self.config.own_id
+            present=1,
+            since=self._own_since,
+            saved=self.last_saved,
+            stopping=int(self.is_stopping()),
+            options=self.options,
+            state=self.hash_of_state(self.step),
+            generation=self.generation,
+            run=self.run,
+            name=self.config.own_id,
         )
         table = torch.zeros(size, len(own.row), dtype=torch.int64)
         table[self.number] = torch.tensor(own.row)
@@ -301,17 +334,26 @@ class ReplicaGroup(Replicas):
         if any(member.present != 1 for member in self.members):
             self.fail("the replicas see different members")
 
+    @property
+    def _own_since(self) -> int:
+        has_joined = (self.has_joined or self._has_loaded) and not self.is_rolling_back
+        return self.step + 1 if has_joined else self.since
+
     def _adopt(self) -> None:
         """Take over what the members have agreed on."""
         leader = self.members[self.leader]
         self.require_options(leader.options)
         self.run = leader.run
+        self.generation = max(member.generation for member in self.members)
         if any(member.stopping for member in self.members):
             self.stop_all()
 
-    def other_states(self) -> tuple[list[str], bool]:
-        """The names of the members whose state differs from that of most of them, on any rank; and whether it is known
-        that these are wrong: where no state is that of most members, all are named. Collective in the replica."""
+    def other_states(self) -> tuple[list[int], bool]:
+        """Compare the states of the members. Collective in the replica.
+
+        Returns the numbers of the members whose state differs, on any rank, from that of most members, and True; or the
+        numbers of all members and False, if they differ, and no state is that of most.
+        """
         states = [member.state for member in self.members]
         usual, count = Counter(states).most_common(1)[0]
         is_known = 2 * count > self.size
@@ -319,8 +361,7 @@ class ReplicaGroup(Replicas):
         all_reduce(differ, self._group, dist.ReduceOp.MAX)
         unknown = torch.tensor(not is_known, dtype=torch.int64)
         all_reduce(unknown, self._group, dist.ReduceOp.MAX)
-        names = [member.name for member, differs in zip(self.members, differ.tolist(), strict=True) if differs]
-        return names, not bool(unknown)
+        return differ.nonzero().flatten().tolist(), not bool(unknown)
 
     def require_options(self, of_others: int) -> None:
         """Raise ConfigError unless the options of this replica are those of a running one, by their hash."""
@@ -361,8 +402,9 @@ class ReplicaGroup(Replicas):
         self._pg.abort()
 
     def vote(self) -> None:
-        # Nobody has a result of this before all replicas have come here: none of their step hooks has raised an error.
+        # It is complete only when all replicas have come here: then none of their step hooks has raised an error.
         self.all_reduce(torch.zeros(1))
+        self.heard_at = time.monotonic()
         if self._manager.should_commit():
             self.discarded = 0
             return
@@ -379,7 +421,12 @@ class ReplicaGroup(Replicas):
 
     def close(self) -> None:
         """Leave: the others no longer wait for this replica."""
-        if self._manager is not None:
-            self._manager.shutdown(wait=False)
-            self._pg.abort()
-            self._manager = None
+        if self._manager is None:
+            return
+        self._manager.shutdown(wait=False)
+        # With wait=False the server of torchft 0.2 goes on, and keeps the last state that was sent.
+        transport = self._manager._checkpoint_transport
+        threading.Thread(target=transport._server.shutdown, daemon=True).start()
+        transport._state_dict = None
+        self._pg.abort()
+        self._manager = None

@@ -14,16 +14,17 @@ def rows_of(
         global_batch_size: a multiple of ``local_batch_size * ranks``.
 
     Raises:
-        ConfigError: there are more replicas than microbatches of a replica.
+        ConfigError: there are more replicas than microbatches of a replica, and this is one too many.
     """
     per_round = local_batch_size * ranks  # rows that a replica computes at once
     rounds = global_batch_size // per_round
-    if replicas > rounds:
+    if replica >= rounds:
         raise ConfigError(
             f"training.global_batch_size = {global_batch_size} has rows for at most {rounds} replicas of {ranks} x "
             f"{local_batch_size} rows (training.local_batch_size), and {replicas} replicas are there: start fewer, or "
             "lower training.local_batch_size"
         )
+    replicas = min(replicas, rounds)
     first, last = rounds * replica // replicas, rounds * (replica + 1) // replicas
     per_rank = (last - first) * local_batch_size
     start = first * per_round + rank * per_rank

@@ -1,5 +1,6 @@
 """The trainer of a replica: it takes each step together with the replicas that live, and repeats a discarded one."""
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,14 @@ from torchtrain.config.parse import to_toml
 from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import rank, world_size
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
 from torchtrain.errors import HardwareError, SupersededError
 from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
-from torchtrain.logging import logger
+from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.writers import Writers
 from torchtrain.models.loss import TokenLoss
@@ -38,6 +40,8 @@ from torchtrain.plugins.replicas.place import PlaceState
 from torchtrain.plugins.replicas.rows import rows_of
 from torchtrain.trainer import Trainer
 
+HANG_SECONDS = 0.5
+"""The others drop a replica only after a longer time (the heartbeat timeout of the lighthouse)."""
 OPTIONS, PLACE_SIZES, LINES = "replicas.options", "replicas.place_sizes", "replicas.lines"
 
 
@@ -51,6 +55,7 @@ class ReplicaTrainer(Trainer):
 
     def __init__(self, config: JobConfig, *arguments: Any, **options: Any) -> None:
         self.replica_config = section_of(config, ReplicasConfig)
+        self.recheck = section_of(config, RecheckConfig)
         check_config(config, self.replica_config)
         if config.training.sums != "exact":
             logger.warning("replicas: with training.sums = 'fast' the bits of the run depend on which replicas live")
@@ -69,21 +74,21 @@ class ReplicaTrainer(Trainer):
             *arguments,
             **options,
         )
-        self.recheck = section_of(config, RecheckConfig)
-        if self.recheck.interval:
-            self.group.hash_of_state = self.hash_of_state
         # So that replicas whose steps take different times act on a result after the same step.
         self.step_check.needs_result = lambda _: True
         if self.replica_config.on_stop == "all":
-            shared = SharedStop(self.stop)
-            self.step_check.stop = shared
-            self.group.is_stopping = lambda: self.stop.pending
-            self.group.stop_all = shared.request
+            self.step_check.stop = self.shared_stop
             if self.validator is not None:
                 self.validator.must_stop = lambda: False  # the step after it stops
 
     def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
         self.group = ReplicaGroup(self.replica_config)
+        if self.recheck.interval:
+            self.group.hash_of_state = self.hash_of_state
+        if self.replica_config.on_stop == "all":
+            self.shared_stop = SharedStop(self.stop)
+            self.group.is_stopping = lambda: self.stop.pending
+            self.group.stop_all = self.shared_stop.request
         return self.group
 
     def find_run_folder(self) -> Path:
@@ -105,9 +110,24 @@ class ReplicaTrainer(Trainer):
 
     def restore_run_files(self) -> None:
         """Add the metrics in the newest checkpoint to the folder of the run."""
-        steps = self.storage.steps() if self.config.checkpoint.enable else []
-        if steps:
-            restore_outputs(self.storage.open(steps[-1]), self.folder_of_all)
+        newest = self.newest_checkpoint()
+        if newest >= 0:
+            with BestEffort("restoring metrics"):
+                restore_outputs(self.storage.open(newest), self.folder_of_all)
+
+    def newest_checkpoint(self) -> int:
+        """The step of the newest checkpoint; -1 if there is none, or that is not known."""
+        steps: list[int] = []
+        with BestEffort("listing checkpoints"):
+            steps = self.storage.steps() if self.config.checkpoint.enable else []
+        return max(steps, default=-1)
+
+    def prepare_dump_folder(self) -> None:
+        super().prepare_dump_folder()
+        self.files.begin()
+
+    def config_of_run(self) -> JobConfig:
+        return super().config_of_run() if self.group.is_leader else self.config
 
     def states(self) -> dict[str, Stateful]:
         self.place = PlaceState(self.dataloader, self.mesh)
@@ -116,11 +136,13 @@ class ReplicaTrainer(Trainer):
     def load_checkpoint(self) -> int:
         """Take the state of a replica that runs, or load the checkpoint if there is none."""
         lease, part = self.checkpointer.lease, self.plan.number
+        self.group.generation = lease.generation
         self.group.connect(
             self.live_state,
             self.load_live_state,
             run=lease.run,
             part=part,
+            end_of_part=lambda number: self.plan.first_step(number + 1) - 1,
             options=self.options,
             group=self.gloo_group,
         )
@@ -158,7 +180,7 @@ class ReplicaTrainer(Trainer):
         sizes = torch.tensor(self.place.layout.state_sizes)
         lines = b""
         if rank() == 0:
-            lines = self.files.lines_after(max((member.saved for member in self.group.members), default=-1))
+            lines = self.files.lines_after(self.newest_checkpoint())
         as_tensor = torch.frombuffer(bytearray(lines or b"\n"), dtype=torch.uint8)
         return {OPTIONS: torch.tensor(self.options), PLACE_SIZES: sizes, LINES: as_tensor, **self.own_state()}
 
@@ -168,14 +190,7 @@ class ReplicaTrainer(Trainer):
 
     @torch.no_grad()
     def load_live_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the ``live_state`` of the rank of this number in another replica.
-
-        Raises:
-            OtherPartError: that one is in another part of the run.
-        """
-        part = self.group.progress[0]
-        if part != self.plan.number:
-            raise OtherPartError(self.plan.first_step(part) - 1)
+        """Load the ``live_state`` of the rank of this number in another replica."""
         self.group.require_options(int(state[OPTIONS]))
         self.place.set_sizes(state[PLACE_SIZES].tolist())
         if rank() == 0:
@@ -197,7 +212,11 @@ class ReplicaTrainer(Trainer):
             self.files.end()
 
     def run_steps(self) -> None:
-        super().run_steps()
+        try:
+            super().run_steps()
+        except BaseException:
+            self.group.close()  # the others do not wait until a save in progress has ended
+            raise
         if self.step >= self.config.training.steps and not self.part_has_ended:
             self.wait_for_last_save()
         self.group.close()
@@ -227,16 +246,18 @@ class ReplicaTrainer(Trainer):
         if not self._has_begun:
             self.agree_on_members()
         self._has_begun = False
+        leads = self.group.is_leader and not self.part_has_ended
+        if rank() == 0:  # only now: a replica that led and hung leads no longer
+            self.files.update(leads)
+        if not leads:
+            self.forget_superseded_save()
         if self.part_has_ended:
             return
-        if rank() == 0:  # only now: a replica that led and hung leads no longer
-            self.files.update(self.group.is_leader)
         if self.group.step != self.step:
+            is_undone = self.group.step < self.step
             self.step = self.group.step
             self.step_check.reset()
-            self.metrics.restart(self.step)
-        if not self.group.is_leader:
-            self.forget_superseded_save()
+            (self.metrics.undo if is_undone else self.metrics.restart)(self.step)
         training, dims = self.config.training, self.parallel_dims
         rows = rows_of(
             self.group.number,
@@ -267,7 +288,7 @@ class ReplicaTrainer(Trainer):
             self.part_has_ended, self.step = True, self.config.training.steps
             return
         self.record_members(before)
-        if self.is_checked(self.step):
+        if self.is_checked(self.group.step):
             self.compare_states()
 
     def is_checked(self, step: int) -> bool:
@@ -287,17 +308,16 @@ class ReplicaTrainer(Trainer):
         Raises:
             HardwareError: this is one of them, or may be, and ``recheck.on_wrong_rank`` is "stop".
         """
-        names, is_known = self.group.other_states()
-        if not names:
+        numbers, is_known = self.group.other_states()
+        if not numbers:
             return
+        names = [self.group.members[number].name for number in numbers]
         self.metrics.record_event(self.group.step, "wrong_replica", {"named": is_known, "replicas": names})
-        who = (
-            f"{', '.join(names)} has another state than most replicas"
-            if is_known
-            else (f"the states of the replicas {', '.join(names)} differ, and none is that of most")
-        )
+        who = f"the states of the replicas {', '.join(names)} differ, and none is that of most"
+        if is_known:
+            who = f"{', '.join(names)} has another state than most replicas"
         message = f"replicas: after step {self.group.step}, {who}"
-        if self.recheck.on_wrong_rank == "stop" and self.group.members[self.group.number].name in names:
+        if self.recheck.on_wrong_rank == "stop" and self.group.number in numbers:
             raise HardwareError(f"{message}. Exclude that machine, and start the replica again")
         logger.warning("%s", message)
 
@@ -336,6 +356,8 @@ class ReplicaTrainer(Trainer):
             self.checkpointer.clock.agreed = False
             self.checkpointer.clock.start()
             return
+        if self.leads_no_longer():
+            return
         if rank() == 0:  # others leave after the last save, and do not add what this one may not write any more
             self.files.update(True)
         leaves = self.stop.agreed and self.step < self.config.training.steps
@@ -344,12 +366,29 @@ class ReplicaTrainer(Trainer):
         try:
             with self.watchdog.watch(f"lease for step {self.step}"):
                 self.checkpointer.take_lease(self.step)
+            self.group.generation = self.checkpointer.lease.generation
             super().save(last, required=required)
             self.group.last_saved = self.step
-        except SupersededError:
-            if not leaves:
-                raise
-            logger.info("replicas: another replica saves meanwhile")
+        except SupersededError as error:
+            logger.warning("replicas: another replica saves meanwhile: %s", error)
+
+    def leads_no_longer(self) -> bool:
+        """Whether another replica may have acquired the writer lease while this one hung.
+
+        If this one has not heard of the others for a while, and does not know the newest lease, it does not save until
+        it has heard of them again.
+        """
+
+        def newest_generation() -> int:
+            has_hung = time.monotonic() - self.group.heard_at > HANG_SECONDS
+            return self.storage.read_lease().generation if has_hung else 0
+
+        found = broadcast_from_rank0(newest_generation, self.gloo_group)
+        if found <= self.group.generation:
+            return False
+        self.group.generation = found
+        logger.info("replicas: another replica may lead and save meanwhile")
+        return True
 
     def forget_superseded_save(self) -> None:
         """A replica that led, hung and came back may have a save in progress that another one has superseded."""
@@ -372,17 +411,20 @@ class ReplicaTrainer(Trainer):
     def roll_back(self) -> None:
         """The replica that leads loads the checkpoint. It is ahead then, and the others take its state."""
         part, rollbacks, _ = self.group.progress
+        self.group.is_rolling_back = True
         while self.group.progress[1] == rollbacks:
-            if self.group.is_leader:
+            if self.group.is_leader and not self.leads_no_longer():
                 self.checkpointer.take_lease(self.step)
+                self.group.generation = self.checkpointer.lease.generation
                 super().roll_back()
                 self.group.progress = part, rollbacks + 1, self.step
-                self._has_begun = False
+                self._has_begun = self.group.is_rolling_back = False
                 return
             self.agree_on_members()
             if self.part_has_ended:
                 return
             self._has_begun = True
+        self.group.is_rolling_back = False
         self.step = self.group.step
         self.step_check.reset()
         self.metrics.undo(self.step)

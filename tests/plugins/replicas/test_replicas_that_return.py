@@ -1,0 +1,267 @@
+"""Replicas that hang and come back, or start, at the wrong moment."""
+
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_run import read_metrics
+from replica_run import Kill, curves, differences
+from s3_server import S3Server
+from test_replicas import KillOnS3
+from test_replicas_combined import ALL_DONE, BadBatch, bad_batch, write_config
+
+from torchtrain.checkpoint.outputs import read_metrics as read_metrics_in
+from torchtrain.checkpoint.storage import open_storage
+
+pytest.importorskip("torchft")
+pytestmark = pytest.mark.slow
+SHORT = "--replicas.collective_timeout_seconds=5"
+RAMP = 'global_batch_size = "6, 12 at 0.5K"'  # the second batch begins with step 7
+SLOW = Kill(slow_seconds=0.1)
+
+
+@dataclass
+class Stop(Kill):
+    """SIGSTOP in place of SIGKILL, once; saves take some seconds more."""
+
+    has_stopped: bool = False
+    save_seconds: float = 0.0
+
+    def now(self, place: str, step: int) -> None:
+        if not self.has_stopped and place == self.place and step >= self.step > 0:
+            self.has_stopped = True
+            sys.stderr.write(f"killed: {place}, step {step}\n")
+            sys.stderr.flush()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    def install(self) -> None:
+        super().install()
+        import torchtrain.checkpoint.manager as manager
+
+        save = manager.save_tensors
+
+        def slow(*arguments: Any, **options: Any) -> None:
+            time.sleep(self.save_seconds)
+            save(*arguments, **options)
+
+        manager.save_tensors = slow
+
+
+def events(folder: Path, *names: str) -> list[tuple[int, str]]:
+    return [(line["step"], line["event"]) for line in read_metrics(folder) if line.get("event") in names]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_joiner_has_the_state_of_the_others(count: int, started: Any) -> None:
+    replicas = started("--recheck.interval=1", "--recheck.on_wrong_rank=stop", members=count)
+    names = [str(number) for number in range(count)]
+    for name in names:
+        replicas.start(name, Kill(4, "after the vote") if name == "1" else None)
+    replicas.wait_for_death("1")
+    replicas.start("1")
+    assert replicas.wait() == {name: [0] for name in names}, replicas.output()
+    assert events(replicas.folder, "wrong_replica") == []
+
+
+@pytest.mark.parametrize("save_seconds", [0.0, 4.0])
+def test_a_leader_that_hangs_before_its_save(save_seconds: float, references: Any, started: Any) -> None:
+    """It does not take the lease from the one that leads, and saves, when it comes back."""
+    steps = ["--training.steps=60", "--lr_scheduler.total_steps=60"]
+    reference = references(*steps)
+    replicas = started(*steps, SHORT)
+    replicas.start("0", Stop(5, "after the vote", slow_seconds=0.02))
+    for name in "12":
+        replicas.start(name, Stop(slow_seconds=0.1, save_seconds=save_seconds))
+    replicas.wait_until(lambda: replicas.step() >= 11)
+    replicas.kill("0", number=signal.SIGCONT)
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference) == []
+    assert not list((replicas.folder / "checkpoint").glob("*superseded*"))
+
+
+@pytest.mark.parametrize(("step", "place", "save_seconds"), [(4, "after the vote", 0.0), (6, "before the vote", 2.0)])
+def test_a_leader_that_misses_the_border_of_two_parts(
+    step: int, place: str, save_seconds: float, references: Any, started: Any, tmp_path: Path
+) -> None:
+    config = write_config(tmp_path, RAMP)
+    reference = references(config=config)
+    replicas = started(SHORT)
+    (replicas.folder / "own.toml").write_text(config.read_text())
+    replicas.start("0", Stop(step, place, save_seconds=save_seconds))
+    for name in "12":
+        replicas.start(name, Kill(slow_seconds=0.3))
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    replicas.kill("0", number=signal.SIGCONT)
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
+@dataclass
+class FailsToReceive(Kill):
+    def install(self) -> None:
+        super().install()
+        if os.environ["RANK"] != "1":
+            return
+        from torchft.checkpointing import HTTPTransport
+
+        receive = HTTPTransport.recv_checkpoint
+
+        def failing(*_: Any, **__: Any) -> None:
+            HTTPTransport.recv_checkpoint = receive
+            raise RuntimeError("planted")
+
+        HTTPTransport.recv_checkpoint = failing
+
+
+def test_one_rank_does_not_learn_that_the_part_has_ended(references: Any, started: Any, tmp_path: Path) -> None:
+    config = write_config(tmp_path, RAMP)
+    reference = references(config=config, ranks=2)
+    replicas = started(SHORT, "--comm.train_timeout_seconds=60", ranks=2)
+    (replicas.folder / "own.toml").write_text(config.read_text())
+    for name in "012":
+        replicas.start(name, FailsToReceive(slow_seconds=0.1) if name == "0" else Kill(slow_seconds=0.3))
+    replicas.wait_until(lambda: replicas.step() >= 4)
+    replicas.kill("0", number=signal.SIGSTOP)
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    replicas.kill("0", number=signal.SIGCONT)
+    assert replicas.wait() == {name: [0, 0] for name in "012"}, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
+def test_the_lines_of_a_rollback_after_a_change_of_the_leader(references: Any, started: Any) -> None:
+    options = ["--faults.on_nonfinite=rollback", "--faults.max_bad_steps=3"]
+    reference = references(*options, hook=bad_batch)
+    replicas = started(*options)
+    for name in "012":
+        replicas.start(name, BadBatch(7, "all-reduce") if name == "0" else BadBatch())
+    replicas.wait_for_death("0")
+    replicas.start("0", BadBatch())
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference, steps=[*range(1, 8), *range(6, 13)]) == []
+    assert events(replicas.folder, "rolled_back") == [(5, "rolled_back")]
+
+
+def test_a_new_run_in_the_folder_of_an_old_one(started: Any) -> None:
+    replicas = started(members=1)
+    for _ in range(2):
+        replicas.start("0")
+        assert replicas.wait() == {"0": [0]}, replicas.output()
+        assert [step for step, _, _ in curves(replicas.folder)] == list(range(1, 13))
+        shutil.rmtree(replicas.folder / "checkpoint")
+
+
+def test_only_one_replica_too_many_ends(started: Any) -> None:
+    replicas = started("--training.local_batch_size=6", "--training.steps=100", members=1)
+    for name in "01":
+        replicas.start(name, SLOW)
+    replicas.wait_until(lambda: "members: 0, 1" in replicas.output())
+    replicas.start("2")
+    replicas.wait_until(lambda: replicas.is_dead("2"))
+    assert replicas.codes("2") == [2]
+    assert "for at most 2 replicas" in replicas.log("2").read_text()
+    assert replicas.wait() == {"0": [0], "1": [0], "2": [2]}, replicas.output()
+
+
+def test_too_few_replicas_wait(started: Any) -> None:
+    replicas = started("--replicas.min=2", members=1)
+    replicas.start("0")
+    replicas.wait_until(lambda: "waits for more" in replicas.output())
+    time.sleep(3)
+    assert replicas.step() == 0
+    replicas.start("1")
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+
+
+def test_a_replica_that_starts_learns_that_all_stop(started: Any) -> None:
+    replicas = started("--replicas.on_stop=all", "--training.steps=40", members=2)
+    replicas.start("0", Kill(slow_seconds=0.3))
+    replicas.start("1", Kill(4, "after the vote", slow_seconds=0.3))
+    replicas.wait_for_death("1")
+    replicas.start("1", Kill(slow_seconds=0.05))
+    replicas.wait_until((replicas.folder / "connected-1").exists)
+    replicas.kill("0", number=signal.SIGTERM)
+    assert replicas.wait() == {"0": [75], "1": [75]}, replicas.output()
+
+
+@dataclass
+class SlowResume(Kill):
+    def install(self) -> None:
+        super().install()
+        from torchtrain.checkpoint.manager import CheckpointManager
+
+        resume = CheckpointManager.resume
+
+        def slow(manager: CheckpointManager) -> int | None:
+            step = resume(manager)
+            time.sleep(12)
+            return step
+
+        CheckpointManager.resume = slow  # type: ignore[method-assign]
+
+
+def test_a_lower_name_starts_while_the_checkpoint_is_loaded(started: Any) -> None:
+    replicas = started(members=1)
+    for name in "01":
+        replicas.start(name, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    for name in "01":
+        replicas.kill(name)
+        replicas.wait_for_death(name)
+    changed = ["--optimizer.lr=3e-2", "--checkpoint.allow_changes=optimizer.lr"]
+    replicas.start("1", SlowResume(), *changed)
+    replicas.wait_until(lambda: "resumed from" in replicas.log("1").read_text())
+    time.sleep(1)
+    replicas.start("0", None, *changed)
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    rates = {line["step"]: line["lr"] for line in read_metrics(replicas.folder) if "lr" in line and "event" not in line}
+    assert [rates[step] for step in range(6, 13)] == [3e-2] * 7
+    assert [step for step, _ in events(replicas.folder, "start")][-1] == 5
+
+
+@dataclass
+class VerySlowSave(KillOnS3):
+    def install(self) -> None:
+        super().install()
+        import torchtrain.checkpoint.manager as manager
+
+        save = manager.save_tensors
+
+        def slow(*arguments: Any, **options: Any) -> None:
+            time.sleep(60)
+            save(*arguments, **options)
+
+        manager.save_tensors = slow
+
+
+def test_lines_before_a_save_that_is_never_complete(
+    references: Any, started: Any, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replica 1 joins while 0 saves step 5, and 0 dies with its disk before the save is complete."""
+
+    for key, value in s3_server.environment.items():
+        monkeypatch.setenv(key, value)
+    reference = references()
+    folder = f"s3://{s3_server.make_bucket('disks')}/run/checkpoint"
+    replicas = started("--checkpoint.folder", folder, members=2)
+    environment = s3_server.environment
+
+    def start(name: str, kill: Kill) -> None:
+        disk = replicas.folder / f"disk-{name}"
+        shutil.rmtree(disk, ignore_errors=True)
+        replicas.start(name, kill, "--job.dump_folder", str(disk))
+
+    start("0", VerySlowSave(9, "after the vote", environment=environment))
+    start("1", KillOnS3(6, "after the vote", environment=environment))
+    replicas.wait_for_death("1")
+    start("1", KillOnS3(environment=environment, slow_seconds=0.05))
+    replicas.wait_for_death("0")
+    start("0", KillOnS3(environment=environment))
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    (replicas.folder / "metrics.jsonl").write_bytes(read_metrics_in(open_storage(folder).open(12)))
+    assert curves(replicas.folder) == sorted(reference.curve.values())
