@@ -66,6 +66,31 @@ def test_a_death_at_the_border_of_two_parts(
         assert differences(replicas.folder, reference) == []
 
 
+SPIKES = ["--faults.spike_threshold=50", "--faults.spike_window=4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--parallelism.context_parallel_degree=2", *SPIKES],
+        [
+            "--parallelism.pipeline_parallel_degree=2",
+            "--training.local_batch_size=2",
+            "--model.shape.tied_embeddings",
+            *SPIKES,
+        ],
+    ],
+    ids=["context", "pipeline with tied embeddings"],
+)
+def test_a_death_on_other_layouts(options: list[str], references: Any, started: Any) -> None:
+    reference = references(*options, ranks=2)
+    replicas = started(*options, ranks=2)
+    codes = kill_and_restart(replicas, ["0"], Kill(5, "all-reduce", rank=1))
+    assert codes == {name: [0, 0] for name in "012"}, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
 @dataclass
 class BadBatch(Kill):
     """Makes the gradient of the batch with this number NaN, the first time that it is computed or in a repetition."""
