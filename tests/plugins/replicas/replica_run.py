@@ -158,10 +158,10 @@ def wait_for_all(folder: Path, members: int, kill: Kill) -> None:
         kill.connected.touch()
         wait()
 
-    def beginning(replica: ReplicaGroup) -> None:
+    def beginning(replica: ReplicaGroup, *arguments: Any) -> bool:
         if replica.step + 1 == kill.step:
             wait()
-        begin(replica)
+        return begin(replica, *arguments)
 
     ReplicaGroup.connect, ReplicaGroup.begin = connected, beginning  # type: ignore[method-assign]
 

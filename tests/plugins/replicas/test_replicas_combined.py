@@ -303,11 +303,12 @@ class OtherView(Kill):
         begin = ReplicaGroup.begin
         has_erred = False
 
-        def beginning(group: ReplicaGroup) -> None:
+        def beginning(group: ReplicaGroup, *arguments: Any) -> bool:
             nonlocal has_erred
-            begin(group)
+            is_complete = begin(group, *arguments)
             if group.step == 4 and not has_erred:
                 group.number, has_erred = (group.number + 1) % group.size, True
+            return is_complete
 
         ReplicaGroup.begin = beginning  # type: ignore[method-assign]
 

@@ -85,7 +85,10 @@ def test_a_leader_that_hangs_before_its_save(save_seconds: float, references: An
     assert not list((replicas.folder / "checkpoint").glob("*superseded*"))
 
 
-@pytest.mark.parametrize(("step", "place", "save_seconds"), [(4, "after the vote", 0.0), (6, "before the vote", 2.0)])
+@pytest.mark.parametrize(
+    ("step", "place", "save_seconds"),
+    [(4, "after the vote", 0.0), (6, "before the vote", 2.0), (6, "after the vote", 0.0)],
+)
 def test_a_leader_that_misses_the_border_of_two_parts(
     step: int, place: str, save_seconds: float, references: Any, started: Any, tmp_path: Path
 ) -> None:
@@ -176,6 +179,20 @@ def test_too_few_replicas_wait(started: Any) -> None:
     assert replicas.step() == 0
     replicas.start("1")
     assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+
+
+def test_a_replica_that_waits_for_others_obeys_a_request_to_stop(started: Any) -> None:
+    replicas = started("--replicas.min=2", "--training.steps=60", members=2)
+    for name in "01":
+        replicas.start(name, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    replicas.kill("1")
+    replicas.wait_for_death("1")
+    replicas.wait_until(lambda: "waits for more" in replicas.output())
+    replicas.kill("0", number=signal.SIGTERM)
+    replicas.wait_until(lambda: replicas.is_dead("0"))
+    assert replicas.codes("0") == [75], replicas.output()
+    assert (replicas.folder / f"checkpoint/step-{replicas.step()}").is_dir()  # nothing is lost
 
 
 def test_a_replica_that_starts_learns_that_all_stop(started: Any) -> None:

@@ -96,10 +96,10 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
         return works
 
     def observed_wait(works: list[dist.Work]) -> None:
-        for received in receiving:
-            if received[0] is works:
-                receiving.remove(received)
-                for peer in received[1]:
+        for number, (received, peers) in enumerate(receiving):
+            if received is works:
+                del receiving[number]
+                for peer in peers:
                     recorder.record_operation(WAIT_FOR_MESSAGE, peer=peer)
                 break
         wait_batch_p2p(works)

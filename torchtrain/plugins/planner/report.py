@@ -186,7 +186,8 @@ def format_stages(stages: Sequence[tuple[JobConfig, Estimate]]) -> str:
     lines.append(f"{'whole run':<{width}}" + "".join(f"{cell:>13}" for cell in (*whole, f"{hours:,.0f}", *price)))
     low, high = (100 / (1 + sign * stages[0][1].gpu.interval) - 100 for sign in (1, -1))
     lines.append(f"tokens/s are per GPU; days may differ by {low:.0f}% to +{high:.0f}%")
-    return "\n".join(lines)
+    _, longest = max(stages, key=lambda stage: stage[1].days)
+    return "\n".join(lines) + reservations(longest)
 
 
 def total_days(stages: Sequence[tuple[JobConfig, Estimate]]) -> float:

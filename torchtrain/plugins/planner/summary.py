@@ -181,7 +181,7 @@ class Estimate:
             "model_flops_per_token": self.model_flops_per_token,
             "collectives": self.costs.collectives,
             "step_seconds": self.step_seconds,
-            "step_seconds_range": [self.step_seconds * (1 + sign * self.gpu.interval) for sign in (-1, 1)],
+            "step_seconds_range": [self.step_seconds / (1 + sign * self.gpu.interval) for sign in (1, -1)],
             "seconds": self.costs.seconds,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "mfu": self.mfu,

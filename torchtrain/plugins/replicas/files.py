@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,11 @@ class RunFiles:
         with self._best_effort:
             lines = parsed(self.received + self._own_content(self._begun))
             of_steps = surviving(line for line in lines if line.get("event") != "start")
-            later = [line for line in of_steps if line["step"] > step]
+            later = [
+                line
+                for line in of_steps
+                if line["step"] > step or (line["step"] == step and line.get("event") == "rolled_back")
+            ]
             return b"".join(json.dumps(line).encode() + b"\n" for line in later)
         return b""
 
@@ -76,14 +81,21 @@ class RunFiles:
                 self._close_writers()
             elif not self._leads:
                 self._restore()
-                of_run = surviving(parsed(_content(self.run_folder / METRICS)))
+                all_of_run = list(parsed(_content(self.run_folder / METRICS)))
+                of_run = surviving(all_of_run)
                 self._known = {_key(line) for line in of_run}
                 self._writers = self._open_writers(of_run[-1]["step"] if of_run else 0)
                 own = self._own_content(self._begun)
                 self._read = self._begun + len(own)
-                lines = parsed(self.received + own)
+                received = list(parsed(self.received))
+                keys = {_key(line) for line in received}
+                lines = [*received, *(line for line in parsed(own) if _key(line) not in keys or _undoes(line))]
+                in_run, in_own = (Counter(line["step"] for line in of if _undoes(line)) for of in (all_of_run, lines))
                 # Of a replica that takes over, its own start is none of the run.
-                self._write(surviving(line for line in lines if not of_run or line.get("event") != "start"))
+                survive = surviving(line for line in lines if not of_run or line.get("event") != "start")
+                self._write(
+                    line for line in survive if not _undoes(line) or in_own[line["step"]] > in_run[line["step"]]
+                )
             self._leads = leads
             if leads:
                 self._copy_own_lines()
@@ -120,11 +132,11 @@ class RunFiles:
     def _write(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write those of ``lines`` that the run does not have."""
         for line in lines:
-            if line.get("event") != "rolled_back" and _key(line) in self._known:
+            if not _undoes(line) and _key(line) in self._known:
                 continue
             if self._writers is None:  # of a replica that begins the run
                 self._writers = self._open_writers(line["step"])
-            if line.get("event") == "rolled_back":
+            if _undoes(line):
                 self._known = {key for key in self._known if key[0] <= line["step"]}
                 self._writers.undo(line["step"])
             else:
@@ -137,6 +149,10 @@ def _content(file: Path, begin: int = 0) -> bytes:
     with file.open("rb") as opened:
         opened.seek(begin)
         return opened.read()
+
+
+def _undoes(line: dict[str, Any]) -> bool:
+    return line.get("event") == "rolled_back"
 
 
 def parsed(content: bytes) -> Iterator[dict[str, Any]]:

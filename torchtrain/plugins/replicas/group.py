@@ -122,6 +122,9 @@ class ReplicaGroup(Replicas):
         """Whether the last ``begin`` has taken the state of another replica."""
         self.since = 0
         self.is_stopping: Callable[[], bool] = lambda: False
+        """Whether all replicas are to stop."""
+        self.must_stop: Callable[[], bool] = lambda: False
+        """Whether this one is to stop."""
         self.stop_all: Callable[[], None] = lambda: None
         self.hash_of_state: Callable[[int], int] = lambda _: 0
         """Returns ``Member.state`` after this step."""
@@ -247,6 +250,12 @@ class ReplicaGroup(Replicas):
         return min(range(self.size), key=lambda number: (self.members[number].since, number))
 
     @property
+    def age_rank(self) -> int:
+        """The number of members that have been members for longer."""
+        by_age = sorted(range(self.size), key=lambda number: (self.members[number].since, number))
+        return by_age.index(self.number)
+
+    @property
     def is_leader(self) -> bool:
         return self.leader == self.number
 
@@ -255,15 +264,21 @@ class ReplicaGroup(Replicas):
         """Whether a collective of this step has failed on this rank."""
         return self._manager.errored() is not None
 
-    def begin(self) -> None:
+    def begin(self, at_least: int = 1) -> bool:
         """Agree on the living replicas; if this one is behind another, take its state. Collective.
+
+        Args:
+            at_least: wait until there are so many.
+
+        Returns:
+            False if a rank of this replica was asked to stop while it waited.
 
         Raises:
             StorageError: the lighthouse does not answer, or the other replicas do not come.
             OtherPartError: another one is in a later part of the run.
         """
         self.has_joined = is_torn = False
-        before = self.progress
+        before, waits_with = self.progress, 0
         while True:
             self._has_loaded = False
             self._start_quorum()
@@ -292,9 +307,15 @@ class ReplicaGroup(Replicas):
             if not failed:
                 self.since, self.heard_at = self._own_since, time.monotonic()
                 self._adopt()
-                if self.size >= self.config.min:
-                    return
-                logger.info("replicas: %d of at least %d (replicas.min); waits for more", self.size, self.config.min)
+                if self.size >= at_least:
+                    return True
+                if self.size != waits_with:
+                    waits_with = self.size
+                    logger.info("replicas: %d of at least %d (replicas.min); waits for more", self.size, at_least)
+                must_stop = torch.tensor(self.must_stop(), dtype=torch.int64)
+                all_reduce(must_stop, self._group, dist.ReduceOp.MAX)
+                if must_stop:
+                    return False
                 time.sleep(WAIT_SECONDS)
                 before = self.progress
                 continue
@@ -404,7 +425,8 @@ class ReplicaGroup(Replicas):
     def vote(self) -> None:
         # It is complete only when all replicas have come here: then none of their step hooks has raised an error.
         self.all_reduce(torch.zeros(1))
-        self.heard_at = time.monotonic()
+        if self.size > 1:
+            self.heard_at = time.monotonic()
         if self._manager.should_commit():
             self.discarded = 0
             return
@@ -426,7 +448,12 @@ class ReplicaGroup(Replicas):
         self._manager.shutdown(wait=False)
         # With wait=False the server of torchft 0.2 goes on, and keeps the last state that was sent.
         transport = self._manager._checkpoint_transport
-        threading.Thread(target=transport._server.shutdown, daemon=True).start()
         transport._state_dict = None
+
+        def end_server() -> None:
+            transport._server.shutdown()
+            transport._server.server_close()
+
+        threading.Thread(target=end_server, daemon=True).start()
         self._pg.abort()
         self._manager = None

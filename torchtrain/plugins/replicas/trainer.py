@@ -22,7 +22,7 @@ from torchtrain.distributed.agreement import broadcast_from_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import rank, world_size
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
-from torchtrain.errors import HardwareError, SupersededError
+from torchtrain.errors import HardwareError, StorageError, SupersededError
 from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import BestEffort, logger
@@ -83,6 +83,7 @@ class ReplicaTrainer(Trainer):
 
     def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
         self.group = ReplicaGroup(self.replica_config)
+        self.group.must_stop = lambda: self.stop.pending
         if self.recheck.interval:
             self.group.hash_of_state = self.hash_of_state
         if self.replica_config.on_stop == "all":
@@ -136,7 +137,10 @@ class ReplicaTrainer(Trainer):
     def load_checkpoint(self) -> int:
         """Take the state of a replica that runs, or load the checkpoint if there is none."""
         lease, part = self.checkpointer.lease, self.plan.number
-        self.group.generation = lease.generation
+        if self.config.checkpoint.enable:
+            self.group.generation = broadcast_from_rank0(lambda: self.storage.read_lease().generation, self.gloo_group)
+        if rank() == 0:
+            self.files.begin()
         self.group.connect(
             self.live_state,
             self.load_live_state,
@@ -227,6 +231,8 @@ class ReplicaTrainer(Trainer):
             self.begin_step()
             if self.step >= self.config.training.steps:  # taken from a replica that has completed the run
                 return None
+            if self.stop.agreed:  # while it waited for others
+                return None
             with self.watchdog.watch(f"step {self.step + 1}"):
                 batch = next(batches)
                 place = self.place.next(self.group, self.gloo_group)
@@ -243,15 +249,12 @@ class ReplicaTrainer(Trainer):
 
     def begin_step(self) -> None:
         """Agree on the members, follow a replica that is ahead, and assign rows to this rank."""
-        if not self._has_begun:
-            self.agree_on_members()
+        if self._has_begun:
+            self.follow_leadership()
+        else:
+            self.agree_on_members(self.replica_config.min)
         self._has_begun = False
-        leads = self.group.is_leader and not self.part_has_ended
-        if rank() == 0:  # only now: a replica that led and hung leads no longer
-            self.files.update(leads)
-        if not leads:
-            self.forget_superseded_save()
-        if self.part_has_ended:
+        if self.part_has_ended or self.stop.agreed:
             return
         if self.group.step != self.step:
             is_undone = self.group.step < self.step
@@ -260,7 +263,7 @@ class ReplicaTrainer(Trainer):
             (self.metrics.undo if is_undone else self.metrics.restart)(self.step)
         training, dims = self.config.training, self.parallel_dims
         rows = rows_of(
-            self.group.number,
+            self.group.age_rank,
             self.group.size,
             dims.batch_rank(rank()),
             dims.batch,
@@ -270,8 +273,8 @@ class ReplicaTrainer(Trainer):
         self.place.read(rows)
         self.metrics.tokens_per_step = len(rows) * dims.batch * training.seq_len  # of this replica
 
-    def agree_on_members(self) -> None:
-        """Ask for the members, and log who has come and gone.
+    def agree_on_members(self, at_least: int = 1) -> None:
+        """Ask for the members until there are so many or this replica is to stop, and log who has come and gone.
 
         This replica may have missed the end of its part of the run, after which the others continue with the next one.
         """
@@ -282,14 +285,28 @@ class ReplicaTrainer(Trainer):
                 module.reshard()
         before = self.group.members
         try:
-            self.group.begin()
+            is_complete = self.group.begin(at_least)
         except OtherPartError:
+            self.group.close()  # the others do not wait for it
             logger.info("replicas: the others are in a later %s", self.plan.part_name)
             self.part_has_ended, self.step = True, self.config.training.steps
+            self.follow_leadership()
             return
         self.record_members(before)
+        self.follow_leadership()
+        self.stop.agreed = self.stop.agreed or not is_complete
         if self.is_checked(self.group.step):
             self.compare_states()
+
+    def follow_leadership(self) -> None:
+        """Write the run's files if this replica leads; one that led and hung leads no longer."""
+        leads = self.group.is_leader and not self.part_has_ended
+        if rank() == 0:
+            if self.group.has_joined:
+                self.files.update(False)
+            self.files.update(leads)
+        if not leads:
+            self.forget_superseded_save()
 
     def is_checked(self, step: int) -> bool:
         """Whether the states of the replicas after ``step`` are compared."""
@@ -346,31 +363,40 @@ class ReplicaTrainer(Trainer):
             logger.info("replicas: %s has joined after step %d; %s", name, self.step, self.describe())
 
     def save(self, last: bool, *, required: bool = True) -> None:
-        """As ``Trainer.save``, on the replica that leads; it acquires the writer lease first.
-
-        One that leaves on request does not let the others wait for its save.
-        """
+        """As ``Trainer.save``, on the replica that leads; it acquires the writer lease first."""
         if not self.checkpointer.is_due(self.step, last):
             return
         if not self.group.is_leader:
             self.checkpointer.clock.agreed = False
             self.checkpointer.clock.start()
             return
-        if self.leads_no_longer():
-            return
-        if rank() == 0:  # others leave after the last save, and do not add what this one may not write any more
-            self.files.update(True)
-        leaves = self.stop.agreed and self.step < self.config.training.steps
-        if leaves:
-            self.group.close()
         try:
-            with self.watchdog.watch(f"lease for step {self.step}"):
-                self.checkpointer.take_lease(self.step)
-            self.group.generation = self.checkpointer.lease.generation
-            super().save(last, required=required)
-            self.group.last_saved = self.step
+            if self.acquire_lease(last):
+                super().save(last, required=required)
+                self.group.last_saved = self.step
         except SupersededError as error:
             logger.warning("replicas: another replica saves meanwhile: %s", error)
+        except StorageError as error:
+            if last:
+                raise
+            logger.error("%s; the last valid checkpoint is kept", error)
+
+    def acquire_lease(self, last: bool) -> bool:
+        """Acquire the writer lease for a save; returns whether this replica still leads."""
+        self.forget_superseded_save()
+        if self.leads_no_longer():
+            if last:
+                self.agree_on_members()
+            if not last or self.part_has_ended or not self.group.is_leader:
+                return False
+        if rank() == 0:  # others leave after the last save, and do not add what this one may not write any more
+            self.files.update(True)
+        if self.stop.agreed and self.step < self.config.training.steps:  # the others do not wait for its save
+            self.group.close()
+        with self.watchdog.watch(f"lease for step {self.step}"):
+            self.checkpointer.take_lease(self.step)
+        self.group.generation = self.checkpointer.lease.generation
+        return True
 
     def leads_no_longer(self) -> bool:
         """Whether another replica may have acquired the writer lease while this one hung.
@@ -413,7 +439,10 @@ class ReplicaTrainer(Trainer):
         part, rollbacks, _ = self.group.progress
         self.group.is_rolling_back = True
         while self.group.progress[1] == rollbacks:
-            if self.group.is_leader and not self.leads_no_longer():
+            self.forget_superseded_save()
+            if self.group.is_leader and self.leads_no_longer():
+                self.group.is_rolling_back = False  # it takes another state
+            elif self.group.is_leader:
                 self.checkpointer.take_lease(self.step)
                 self.group.generation = self.checkpointer.lease.generation
                 super().roll_back()
