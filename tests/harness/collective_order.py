@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
-from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 
 Call = tuple[str, int]  # operation, bytes
 
@@ -21,6 +21,8 @@ def disagreements(operations: Mapping[int, Sequence[Operation]]) -> list[str]:
     received: dict[tuple[int, int], list[Call]] = defaultdict(list)
     for rank, own in operations.items():
         for operation in own:
+            if operation.name == WAIT_FOR_MESSAGE:
+                continue
             if operation.peer is None and len(operation.ranks) > 1:
                 for member in operations.keys() & set(operation.ranks):
                     calls[operation.ranks][member]  # creates an empty sequence for a member that calls nothing

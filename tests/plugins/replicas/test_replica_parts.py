@@ -191,11 +191,11 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     for folder in (first, second):
         write(folder, *([loss(5)] if folder == first else []), loss(6), {"step": 7, "event": "bad_step_rollback"})
     files[1].update(leads=True)
-    write(first, undone, loss(4), loss(5))
     again.update(leads=False)
-    again.received = b"".join(json.dumps(line).encode() + b"\n" for line in (loss(5), undone, loss(4)))
+    again.receive(b"".join(json.dumps(line).encode() + b"\n" for line in (loss(5), undone, loss(4))))
+    write(first, {"step": 4, "event": "rolled_back"}, loss(5))
     again.update(leads=True)
-    assert steps(tmp_path)[-6:] == [5, 6, "bad_step_rollback", "rolled_back", 4, 5]
+    assert steps(tmp_path)[-7:] == [5, 6, "bad_step_rollback", "rolled_back", 4, "rolled_back", 5]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [of.step for of in board.Scalars("loss/average")] == [1, 2, 3, 4, 5]
 

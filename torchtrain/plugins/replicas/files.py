@@ -38,8 +38,7 @@ class RunFiles:
         self.run_folder, self.own_folder = run_folder, own_folder
         self._open_writers, self._restore = open_writers, restore
         self._writers: Writers | None = None
-        self.received = b""
-        """The ``lines_after`` of the replica whose state this one has taken."""
+        self._received, self._received_at = b"", 0
         self._begun = self._read = 0  # the lines of this process begin here; up to there they are copied
         self._leads = False
         self._known: set[tuple[Any, ...]] = set()
@@ -58,10 +57,15 @@ class RunFiles:
         file = self.own_folder / METRICS
         self._begun = self._read = file.stat().st_size if file.exists() else 0
 
+    def receive(self, lines: bytes) -> None:
+        """Keep the ``lines_after`` of the replica whose state this one has taken: it may have to write them."""
+        file = self.own_folder / METRICS
+        self._received, self._received_at = lines, file.stat().st_size if file.exists() else 0
+
     def lines_after(self, step: int) -> bytes:
         """The lines of this replica of later steps, for one that joins, and may have to write them."""
         with self._best_effort:
-            lines = parsed(self.received + self._own_content(self._begun))
+            lines = parsed(self._own_and_received())
             of_steps = surviving(line for line in lines if line.get("event") != "start")
             later = [
                 line
@@ -85,11 +89,8 @@ class RunFiles:
                 of_run = surviving(all_of_run)
                 self._known = {_key(line) for line in of_run}
                 self._writers = self._open_writers(of_run[-1]["step"] if of_run else 0)
-                own = self._own_content(self._begun)
-                self._read = self._begun + len(own)
-                received = list(parsed(self.received))
-                keys = {_key(line) for line in received}
-                lines = [*received, *(line for line in parsed(own) if _key(line) not in keys or _undoes(line))]
+                lines = list(parsed(self._own_and_received()))
+                self._read = self._begun + len(self._own_content(self._begun))
                 in_run, in_own = (Counter(line["step"] for line in of if _undoes(line)) for of in (all_of_run, lines))
                 # Of a replica that takes over, its own start is none of the run.
                 survive = surviving(line for line in lines if not of_run or line.get("event") != "start")
@@ -123,6 +124,11 @@ class RunFiles:
         """The complete lines of this replica from the byte ``begin`` on."""
         content = _content(self.own_folder / METRICS, begin)
         return content[: content.rfind(b"\n") + 1]
+
+    def _own_and_received(self) -> bytes:
+        """The lines of this process, and those received, in the order of time."""
+        own, before = self._own_content(self._begun), max(0, self._received_at - self._begun)
+        return own[:before] + self._received + own[before:]
 
     def _copy_own_lines(self) -> None:
         content = self._own_content(self._read)
@@ -164,16 +170,13 @@ def parsed(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def surviving(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those of ``lines`` that count: those before a start or a rollback, beyond its step, do not. Of a rollback that
-    comes twice, one remains."""
-    found: list[dict[str, Any]] = []
+    """Those of ``lines`` that count, each once: those before a start or a rollback, beyond its step, do not."""
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for line in lines:
         if line.get("event") in ("start", "rolled_back"):
-            found = [earlier for earlier in found if earlier["step"] <= line["step"]]
-            if found and _key(found[-1]) == _key(line):
-                continue
-        found.append(line)
-    return found
+            found = {key: earlier for key, earlier in found.items() if earlier["step"] <= line["step"]}
+        found.setdefault(_key(line), line)
+    return list(found.values())
 
 
 def _key(line: dict[str, Any]) -> tuple[Any, ...]:

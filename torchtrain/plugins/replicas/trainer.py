@@ -198,7 +198,7 @@ class ReplicaTrainer(Trainer):
         self.group.require_options(int(state[OPTIONS]))
         self.place.set_sizes(state[PLACE_SIZES].tolist())
         if rank() == 0:
-            self.files.received = state[LINES].numpy().tobytes()
+            self.files.receive(state[LINES].numpy().tobytes())
         states = self.checkpointer.states
         tensors = flatten(states)
         for name, tensor in tensors.items():
