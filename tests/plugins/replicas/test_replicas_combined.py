@@ -77,7 +77,7 @@ SPIKES = ["--faults.spike_threshold=50", "--faults.spike_window=4"]
         [
             "--parallelism.pipeline_parallel_degree=2",
             "--training.local_batch_size=2",
-            "--model.shape.tied_embeddings",
+            "--model.shape.tied_embeddings=True",
             *SPIKES,
         ],
     ],
@@ -126,7 +126,7 @@ def bad_batch() -> None:
 @pytest.mark.parametrize("victim", ["0", "1"])
 def test_a_death_in_the_rollback(victim: str, references: Any, started: Any) -> None:
     """After step 8 all go back to that of step 5; one dies in the bad step, or after it."""
-    options = ["--faults.on_nonfinite=rollback", "--faults.max_bad_steps=3"]
+    options = ["--faults.on_nonfinite=rollback", "--faults.max_bad_steps=3", "--checkpoint.async_mode=disabled"]
     reference = references(*options, hook=bad_batch)
     assert [line["step"] for line in read_metrics(reference.folder) if line.get("event") == "rolled_back"] == [5]
     for place in ("all-reduce", "after the update"):

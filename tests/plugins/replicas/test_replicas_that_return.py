@@ -138,7 +138,7 @@ def test_one_rank_does_not_learn_that_the_part_has_ended(references: Any, starte
 
 
 def test_the_lines_of_a_rollback_after_a_change_of_the_leader(references: Any, started: Any) -> None:
-    options = ["--faults.on_nonfinite=rollback", "--faults.max_bad_steps=3"]
+    options = ["--faults.on_nonfinite=rollback", "--faults.max_bad_steps=3", "--checkpoint.async_mode=disabled"]
     reference = references(*options, hook=bad_batch)
     replicas = started(*options)
     for name in "012":
