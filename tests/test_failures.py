@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from forked_command import checked_command
+from forked_command import checked_command, run_command
 
 from torchtrain.plugins.planner.failures import (
     LLAMA3_GPU_MTBF_HOURS,
@@ -87,6 +87,22 @@ def test_figures_of_llama_3() -> None:
     assert (interval / 60, effective) == (pytest.approx(7.8, abs=0.1), pytest.approx(0.907, abs=0.001))
     assert 54 * 86400 / mtbf == pytest.approx(419)
     assert math.isclose(expected_seconds(1, interval, 1e12, 10, 600), 1 + 10 / interval, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--estimate.replicas", "2"], "estimate.replicas compares runs with failures: set estimate.mtbf_hours"),
+        (
+            ["--estimate.replicas", "3", "--estimate.mtbf_hours", "50700"],
+            "estimate.replicas = 3 must divide the number of GPUs, estimate.world_size = 8",
+        ),
+    ],
+)
+def test_replicas_that_cannot_be_estimated_are_rejected(options: list[str], message: str) -> None:
+    words = ["--job.config_file", "train_configs/debug_model.toml", "--estimate.world_size", "8", *options]
+    found = run_command("torchtrain.estimate", *words)
+    assert (found.returncode, message in found.stderr) == (2, True), found.stderr
 
 
 def test_rates_of_gpus_and_machines_are_added() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from crash_test_replicas import serve_lighthouse
 from forked_run import read_metrics, same_tensors, saved_tensors, train_and_exit
 from forkserver import context, free_port
 
@@ -171,26 +172,6 @@ def _call(hooks: Sequence[Callable[[], object]]) -> None:
         hook()
 
 
-def _lighthouse(port: int) -> None:
-    os.environ["RUST_LOG"] = "warn"
-    from torchft.coordination import LighthouseServer
-
-    while True:
-        try:
-            server = LighthouseServer(
-                bind=f"127.0.0.1:{port}",
-                min_replicas=1,
-                join_timeout_ms=60_000,
-                quorum_tick_ms=20,
-                heartbeat_timeout_ms=5_000,
-            )
-            break
-        except RuntimeError:  # connections of the one before it are not closed yet
-            time.sleep(0.1)
-    while server:
-        time.sleep(1)
-
-
 class Replicas:
     """A lighthouse, and replicas that train with ``folder`` as the dump folder; logs are in ``folder/logs``."""
 
@@ -205,7 +186,7 @@ class Replicas:
         self.deaths = 0
 
     def _start_lighthouse(self) -> Any:
-        lighthouse = context().Process(target=_lighthouse, args=(self.port,), daemon=True)
+        lighthouse = context().Process(target=serve_lighthouse, args=(self.port,), daemon=True)
         lighthouse.start()
 
         def is_listening() -> bool:

@@ -14,7 +14,8 @@ from forked_run import nothing
 from forkserver import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.parse import parse
+from torchtrain.checkpoint.resume_compatibility import hash_of_changes
+from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.registry import TRAINERS
 from torchtrain.config.schema import JobConfig, MetricsConfig, section_of
 from torchtrain.distributed.replicas import Replicas
@@ -159,7 +160,7 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
 
     files = [RunFiles(tmp_path, folder, open_writers, nothing) for folder in (first, second)]
     for of in files:
-        of.begin()
+        of.begin_process()
     files[0].begin_run("a", resumed=False)
     write(first, start(0), loss(1), loss(2))
     write(second, start(1), loss(2), loss(3))
@@ -175,14 +176,14 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     assert steps(tmp_path) == ["start", 1, 2, 3, 4, "replica_left", 5]
     # All die; the run resumes from a checkpoint of step 3, and the first one leads.
     again = RunFiles(tmp_path, first, open_writers, nothing)
-    again.begin()
+    again.begin_process()
     again.begin_run("a", resumed=True)
     write(first, start(3), loss(4))
     again.update(leads=True)
     assert steps(tmp_path)[-2:] == ["start", 4]
     # The second one takes over: step 5 from before is undone, and comes again.
     files[1] = RunFiles(tmp_path, second, open_writers, nothing)
-    files[1].begin()
+    files[1].begin_process()
     write(second, start(4), loss(5))
     files[1].update(leads=True)
     assert steps(tmp_path)[-3:] == ["start", 4, 5]
@@ -198,6 +199,20 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     assert steps(tmp_path)[-7:] == [5, 6, "bad_step_rollback", "rolled_back", 4, "rolled_back", 5]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [of.step for of in board.Scalars("loss/average")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(("changes_seed", "step", "undone"), [(True, 3, True), (True, 5, False), (False, 3, False)])
+def test_the_writers_know_whether_steps_are_undone(changes_seed: bool, step: int, undone: bool, tmp_path: Path) -> None:
+    """A run that resumes from step 3, or is taken over after step 5, with or without another seed than before."""
+    from torchtrain.plugins.replicas.trainer import ReplicaTrainer
+
+    config = parse([*REPLICA, *(["--training.seed", "7"] if changes_seed else [])])
+    before = hash_of_changes(to_toml(parse(REPLICA)))
+    write(tmp_path, {**start(0), "options": before}, *map(loss, range(1, 6)))
+    trainer: Any = SimpleNamespace(
+        config=config, config_toml=to_toml(config), folder_of_all=tmp_path, group=SimpleNamespace(run="a")
+    )
+    assert ReplicaTrainer.open_writers(trainer, step).contexts["metrics.jsonl"].undone == undone
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ def run(config: JobConfig) -> int:
     from torchtrain.checkpoint.weights import resolve_model_section
     from torchtrain.plugins.planner.advice import advice
     from torchtrain.plugins.planner.report import draw_memory, format_estimate, format_failures, format_recheck
-    from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
+    from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config, resolve_world_size
     from torchtrain.plugins.planner.summary import estimate
 
     if config.model.hf_folder:
@@ -47,6 +47,11 @@ def run(config: JobConfig) -> int:
     options = section_of(config, EstimateConfig)
     if options.replicas and not (options.mtbf_hours or options.node_mtbf_hours):
         raise ConfigError("estimate.replicas compares runs with failures: set estimate.mtbf_hours, such as 50700")
+    if options.replicas and resolve_world_size(config) % options.replicas:
+        raise ConfigError(
+            f"estimate.replicas = {options.replicas} must divide the number of GPUs, estimate.world_size = "
+            f"{resolve_world_size(config)}"
+        )
     if plan_of(config).part_name:
         return run_parts(config)
     if options.search:

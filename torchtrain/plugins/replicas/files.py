@@ -52,7 +52,7 @@ class RunFiles:
             self._restore()
             self._leads = True
 
-    def begin(self) -> None:
+    def begin_process(self) -> None:
         """Called before this process writes its first line."""
         file = self.own_folder / METRICS
         self._begun = self._read = file.stat().st_size if file.exists() else 0

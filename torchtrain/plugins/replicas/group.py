@@ -245,15 +245,14 @@ class ReplicaGroup(Replicas):
         return len(self.members)
 
     @property
-    def leader(self) -> int:
-        """The number of the replica that writes the run's files: the one that has been a member for the longest."""
-        return min(range(self.size), key=lambda number: (self.members[number].since, number))
+    def by_age(self) -> list[int]:
+        """The numbers of the members; first those that have been members for longer."""
+        return sorted(range(self.size), key=lambda number: (self.members[number].since, number))
 
     @property
-    def age_rank(self) -> int:
-        """The number of members that have been members for longer."""
-        by_age = sorted(range(self.size), key=lambda number: (self.members[number].since, number))
-        return by_age.index(self.number)
+    def leader(self) -> int:
+        """The number of the replica that writes the run's files: the one that has been a member for the longest."""
+        return self.by_age[0]
 
     @property
     def is_leader(self) -> bool:
@@ -277,8 +276,27 @@ class ReplicaGroup(Replicas):
             StorageError: the lighthouse does not answer, or the other replicas do not come.
             OtherPartError: another one is in a later part of the run.
         """
+        self._agree()
+        has_joined = self.has_joined
+        if self.size < at_least:
+            logger.info("replicas: %d of at least %d (replicas.min); waits for more", self.size, at_least)
+        while self.size < at_least and not self._must_stop():
+            time.sleep(WAIT_SECONDS)
+            self._agree()
+            has_joined = has_joined or self.has_joined
+        self.has_joined = has_joined
+        return self.size >= at_least
+
+    def _must_stop(self) -> bool:
+        """Whether a rank of this replica was asked to stop. Collective in the replica."""
+        must_stop = torch.tensor(self.must_stop(), dtype=torch.int64)
+        all_reduce(must_stop, self._group, dist.ReduceOp.MAX)
+        return bool(must_stop)
+
+    def _agree(self) -> None:
+        """``begin``, with any number of replicas."""
         self.has_joined = is_torn = False
-        before, waits_with = self.progress, 0
+        before = self.progress
         while True:
             self._has_loaded = False
             self._start_quorum()
@@ -307,18 +325,7 @@ class ReplicaGroup(Replicas):
             if not failed:
                 self.since, self.heard_at = self._own_since, time.monotonic()
                 self._adopt()
-                if self.size >= at_least:
-                    return True
-                if self.size != waits_with:
-                    waits_with = self.size
-                    logger.info("replicas: %d of at least %d (replicas.min); waits for more", self.size, at_least)
-                must_stop = torch.tensor(self.must_stop(), dtype=torch.int64)
-                all_reduce(must_stop, self._group, dist.ReduceOp.MAX)
-                if must_stop:
-                    return False
-                time.sleep(WAIT_SECONDS)
-                before = self.progress
-                continue
+                return
             self.fail("the members could not be connected; they are asked for again")
             self._manager.should_commit()
             self._count_discarded()
@@ -446,7 +453,7 @@ class ReplicaGroup(Replicas):
         if self._manager is None:
             return
         self._manager.shutdown(wait=False)
-        # With wait=False the server of torchft 0.2 goes on, and keeps the last state that was sent.
+        # With wait=False the server of torchft 0.2 continues, and keeps the last state that was sent.
         transport = self._manager._checkpoint_transport
         transport._state_dict = None
 

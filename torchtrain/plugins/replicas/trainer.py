@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.outputs import restore_outputs
+from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.parse import to_toml
 from torchtrain.config.run_plan import OtherPartError
@@ -27,7 +28,7 @@ from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.recorder import MetricsRecorder
-from torchtrain.metrics.writers import Writers
+from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.fsdp import fsdp_modules
 from torchtrain.plugins.recheck.hashes import TensorHash, combine, read
@@ -103,8 +104,9 @@ class ReplicaTrainer(Trainer):
 
     def open_writers(self, start_step: int) -> Writers:
         """The writers of the run."""
-        run, folder = self.group.run, self.folder_of_all
-        return Writers(self.config.metrics, folder, self.config_toml, start_step, run, undone=False)
+        run, folder, stage = self.group.run, self.folder_of_all, self.config.job.stage
+        undone = changes_steps(folder / "metrics.jsonl", start_step, hash_of_changes(self.config_toml), stage)
+        return Writers(self.config.metrics, folder, self.config_toml, start_step, run, undone)
 
     def restore_outputs(self) -> None:
         """Only the replica that leads writes to the folder of the run: see ``restore_run_files``."""
@@ -125,7 +127,7 @@ class ReplicaTrainer(Trainer):
 
     def prepare_dump_folder(self) -> None:
         super().prepare_dump_folder()
-        self.files.begin()
+        self.files.begin_process()
 
     def config_of_run(self) -> JobConfig:
         return super().config_of_run() if self.group.is_leader else self.config
@@ -140,7 +142,7 @@ class ReplicaTrainer(Trainer):
         if self.config.checkpoint.enable:
             self.group.generation = broadcast_from_rank0(lambda: self.storage.read_lease().generation, self.gloo_group)
         if rank() == 0:
-            self.files.begin()
+            self.files.begin_process()
         self.group.connect(
             self.live_state,
             self.load_live_state,
@@ -263,7 +265,7 @@ class ReplicaTrainer(Trainer):
             (self.metrics.undo if is_undone else self.metrics.restart)(self.step)
         training, dims = self.config.training, self.parallel_dims
         rows = rows_of(
-            self.group.age_rank,
+            self.group.by_age.index(self.group.number),
             self.group.size,
             dims.batch_rank(rank()),
             dims.batch,
