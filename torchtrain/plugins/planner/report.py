@@ -92,7 +92,7 @@ def _three_digits(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.10g}"
 
 
-# Published, in bfloat16, by compute capability: Megatron-Bridge on H100, fms-fsdp on A100.
+# The highest of the published runs in bfloat16 that are known to us, by compute capability (docs/estimate.md).
 HIGHEST_PUBLISHED_MFU = {8: 0.68, 9: 0.51}
 ATTENTION = {
     "cudnn": "cuDNN, as PyTorch chooses if it is newer than 9.15",
