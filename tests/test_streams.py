@@ -25,6 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContex
 
 from torchtrain.checkpoint.states import Stager
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.distributed.gradient_reducer import NoReduceScatter
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.muon import muon
@@ -488,6 +489,7 @@ def test_step_has_no_races_and_waits_for_no_copy(gpu: fake_cuda.Worker, name: st
     report = simulate(gpu, name)
     assert report.races == []
     assert report.wrong_devices == []
+    assert report.deferred_frees == []
     found = set(report.blocking_copies) - {FIRST_MESSAGE}
     assert found == (EXPECTED_WITH_OFFLOAD if name == "offload" else set())
     if name == "shards":
@@ -572,8 +574,16 @@ def tied_gradient_that_is_not_waited_for() -> Iterator[None]:
         yield
 
 
-def gradients_in_memory_that_may_be_used_again() -> AbstractContextManager[Any]:
-    return patch.object(StreamRecorder, "record_stream", lambda *_: None)
+@contextmanager
+def gradients_in_memory_that_may_be_used_again() -> Iterator[None]:
+    allocate = NoReduceScatter.allocate
+
+    def allocate_at_once(reduce: NoReduceScatter, *args: Any, **options: Any) -> Tensor:
+        with patch.object(fake_cuda.Stream, "wait_stream", lambda *_: None):
+            return allocate(reduce, *args, **options)
+
+    with patch.object(NoReduceScatter, "allocate", allocate_at_once):
+        yield
 
 
 STEP_FAULTS: dict[Fault, tuple[str, str]] = {  # the layout, and one of the races

@@ -60,6 +60,9 @@ class StreamReport:
     """Copies to the device for which the host waits, and copies that only unpinned memory makes the host wait for."""
     wrong_devices: list[str] = field(default_factory=list)
     """Uses of a device in a thread whose current device is another one."""
+    deferred_frees: list[str] = field(default_factory=list)
+    """Calls of ``Tensor.record_stream``, whose memory is free only when the host sees that the stream has come so far.
+    The host is a step ahead of the device, so such memory grows with the speed of the host."""
     asynchronous: list[Asynchronous] = field(default_factory=list)
     operations: Counter[str] = field(default_factory=Counter)
     """Number of operations by stream or thread."""
@@ -199,6 +202,7 @@ class StreamRecorder(Observer):
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
         with self.lock:
             self.recorded_on[self.number_of(tensor)].add(stream.name)
+            self.report.deferred_frees.append(caller())
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
         """FSDP frees and allocates the memory of gathered parameters in this way."""

@@ -84,16 +84,20 @@ class NoReduceScatter(ReduceScatter):
     """
 
     input: Tensor | None = None  # set between the two calls of ``allocate``
+    stream: torch.cuda.Stream | None = None  # that of FSDP's reductions, once it is known
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.input is None:
+            if self.stream is not None:
+                # There FSDP adds the gradients of a group to those of earlier microbatches, and then frees them. This
+                # stream would reuse their memory too early. (``Tensor.record_stream`` would keep it until the host sees
+                # that the addition has ended. But the host is a step ahead, and more and more memory is reserved.)
+                torch.cuda.current_stream().wait_stream(self.stream)
             self.input = torch.empty(*size, dtype=dtype, device=device)
             return self.input
         filled, self.input = self.input, None
         if filled.is_cuda:
-            # FSDP's stream adds it to the gradients of earlier microbatches. Without this, its memory would be that of
-            # the next group once that group's stream has waited for the copy, which is before this addition.
-            filled.record_stream(torch.cuda.current_stream())
+            self.stream = torch.cuda.current_stream()
         return filled
 
     def __call__(self, *_: Any, **__: Any) -> None:
