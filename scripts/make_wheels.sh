@@ -10,13 +10,17 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=${1:-wheels}
 processor=${PROCESSOR:-x86_64}
+# torchft, with what of its requirements the machine lacks.
+replicas=(torchft googleapis-common-protos opentelemetry-{api,sdk,proto,semantic-conventions}
+  opentelemetry-exporter-{http-transport,otlp-common,otlp-proto-common,otlp-proto-http})
+[ "$processor" = x86_64 ] || replicas=()
 mkdir -p "$folder"
 rm -f "$folder"/*.whl # pip would install none of two versions
 pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest "$folder" \
   --python-version "${PYTHON_VERSION:-3.12}" --implementation cp \
   --platform "manylinux_2_28_$processor" --platform "manylinux_2_17_$processor" --platform "manylinux2014_$processor" \
   --constraint constraints.txt \
-  tomli tomli-w tyro docstring-parser typeguard xxhash psutil pytest-timeout torchao
+  tomli tomli-w tyro docstring-parser typeguard xxhash psutil pytest-timeout torchao "${replicas[@]}"
 ls -l "$folder"
 bytes=$(cat "$folder"/*.whl | wc -c)
 echo "$bytes bytes"

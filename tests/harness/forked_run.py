@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from forkserver import context, free_port
+from forkserver import context_of, free_port
 
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.loss import OutputLoss
@@ -98,7 +98,7 @@ class ForkedRun:
         argv += ["--job.dump_folder", str(folder), *options]
         self.logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
         self.processes = [
-            context().Process(
+            context_of(options).Process(  # type: ignore[attr-defined]  # of each of them
                 target=train_and_exit, args=(rank, ranks, port, argv, hook, self.logs[rank], shape), daemon=True
             )
             for rank in range(ranks)

@@ -5,9 +5,10 @@ import os
 import random
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import BaseContext, ForkServerContext
 from pathlib import Path
 from unittest.mock import patch
 
@@ -28,6 +29,13 @@ class Server:
 
 def context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
+
+
+def context_of(options: Sequence[str]) -> BaseContext:
+    """Where a run with these options starts processes: CUDA does not work in the fork of a process that has asked for
+    the number of GPUs, as the fork server has.
+    """
+    return multiprocessing.get_context("spawn") if "--job.device=cuda" in options else context()
 
 
 def free_port() -> int:

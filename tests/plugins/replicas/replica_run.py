@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 from crash_test_replicas import serve_lighthouse
 from forked_run import read_metrics, same_tensors, saved_tensors, train_and_exit
-from forkserver import context, free_port
+from forkserver import context, context_of, free_port
 
 from torchtrain.models.llama import TransformerConfig
 
@@ -213,7 +213,7 @@ class Replicas:
         kill = kill or Kill()
         hooks = [kill.install, partial(wait_for_all, self.folder, self.members, kill)]
         self.processes[replica] = [
-            context().Process(
+            context_of(argv).Process(  # type: ignore[attr-defined]  # of each of them
                 target=train_and_exit,
                 args=(rank, self.ranks, port, argv, partial(_call, hooks), self.log(replica, rank), SHAPE),
                 daemon=True,

@@ -54,16 +54,19 @@ def events(folder: Path) -> list[str]:
     return [line["event"] for line in read_metrics(folder) if "event" in line]
 
 
-def test_deaths_change_no_bit(references: Any, started: Any) -> None:
-    replicas = started("--training.steps=9", "--lr_scheduler.total_steps=9", members=2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_deaths_change_no_bit(device: str, references: Any, started: Any) -> None:
+    """On a GPU, which both replicas share, sums and states pass through pinned memory."""
+    options = ["--training.steps=9", "--lr_scheduler.total_steps=9", f"--job.device={device}"]
+    options += ["--training.deterministic"] if device == "cuda" else []
+    replicas = started(*options, members=2)
     replicas.start("0", Kill(4, "all-reduce"))
     replicas.start("1", Kill(7, "after the vote"))
     for replica in ("0", "1"):
         replicas.wait_for_death(replica)
         replicas.start(replica)
     assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
-    reference = references("--training.steps=9", "--lr_scheduler.total_steps=9")
-    assert differences(replicas.folder, reference) == []
+    assert differences(replicas.folder, references(*options)) == []
     # A death in the sum of gradients discards the step of those that are left. Which of them writes the line depends on
     # who was a member: so look into all files.
     found = [event for folder in (replicas.folder, *replicas.folder.glob("replicas/*")) for event in events(folder)]
