@@ -1,9 +1,9 @@
-"""Run what one GPU can prove in a quarter of an hour, and write the results of each part when it ends.
+"""Run what one GPU can prove in less than twenty minutes, and write the results of each part when it ends.
 
 ``scripts/first_hour.sh`` installs the missing packages and runs this script. What matters most comes first: the rates
 of kernels, then training steps beside the planner's prediction, then the tests. The results are in the folder of the
 environment variable OUT: a file for each part, and ``summary.md``, which is written again after each part, so that a
-run that is cut short is a result, too. They are at most 8 files of at most 16 MiB. ``calibration.json`` has what the
+run that is cut short is a result, too. No file is larger than 16 MiB. ``calibration.json`` has what the
 planner can be calibrated from. Each part has a time limit. ``--dry-run`` runs the same parts with small models on a
 CPU.
 """
@@ -21,6 +21,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHON = os.environ.get("PYTHON") or sys.executable
 MAX_BYTES = 16 << 20  # of a file of results
 STEPS = 15
+GRACE_SECONDS = 10  # for a command to end after the time limit
 # The data and the tokenizer of the repository. Options that a config on clusters sets are set back.
 LOCAL_DATA = [
     *("--data.name=", "--data.subset=", "--model.tokenizer_path=", "--lr_scheduler.warmup_steps=2"),
@@ -92,7 +94,11 @@ def execute(command: list[str], output: Any, seconds: float) -> str:
     try:
         code = process.wait(max(1.0, seconds))
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        process.send_signal(signal.SIGINT)  # pytest then prints the failures so far
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         return "FAIL (time limit)"
     return "pass" if code == 0 else f"FAIL (exit code {code})"
@@ -141,34 +147,71 @@ def machine(dry_run: bool, calibration: Path) -> Part:
 
 def steps(dry_run: bool, work: Path, calibration: Path) -> Part:
     """Four layers of 8B at 8,192 tokens: eager, compiled, float8, each beside the estimate; a profile of the second."""
-    model = ["--job.config_file=train_configs/llama3_8b.toml", *LOCAL_DATA]
-    model += ["--training.global_batch_size=1", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
-    model += [*TINY, "--compile.no-enable"] if dry_run else ["--model.shape.n_layers=4", "--model.vocab_size=128256"]
+    model = ["--job.config_file=train_configs/llama3_8b.toml", *([] if dry_run else ["--model.shape.n_layers=4"])]
     profile = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=10"]
-    variants = {"eager": ["--compile.no-enable"], "compiled": [], "float8": ["--float8.recipe=tensorwise"]}
-    if dry_run:
-        del variants["float8"]  # a CPU has no products in float8
-    commands, estimates = [], []
-    for name, options in variants.items():
-        traced = profile if name == "compiled" else []
-        commands.append(module("torchtrain.train", *model, *options, *traced, f"--job.dump_folder={work / name}"))
-        planned = module("torchtrain.estimate", *model, *options, "--estimate.world_size=1", "--estimate.json")
-        estimates.append(f"{shlex.join(planned)} > {work / name}.json")
-    # At the same time, because they need no GPU.
-    commands.append(["sh", "-c", " & ".join([*estimates, "wait"])])
+    variants = {"eager": [*model, "--compile.no-enable"], "compiled": model}
+    if not dry_run:  # a CPU has no products in float8
+        variants["float8"] = [*model, "--float8.recipe=tensorwise"]
 
     def keep(results: Path) -> None:
         with tarfile.open(results / "compiled-profile.tar", "w") as archive:
             for path in sorted((work / "compiled").glob("traces/*/*")):
                 archive.add(path, path.name)
 
+    part = beside_the_planner("steps", 220, variants, dry_run, work, calibration, {"compiled": profile})
+    part.keep = keep
+    return part
+
+
+def models(dry_run: bool, work: Path, calibration: Path) -> Part:
+    """Whole models, recomputation of activations, Muon and document masks, each beside the estimate."""
+    part_of_8b = ["--job.config_file=train_configs/llama3_8b.toml", *([] if dry_run else ["--model.shape.n_layers=4"])]
+    of_1b = ["--job.config_file=train_configs/llama3_1b.toml", "--training.local_batch_size=1"]
+    of_3b = ["--job.config_file=train_configs/llama3_3b.toml", "--training.local_batch_size=1"]
+    variants = {"8B-selective": [*part_of_8b, "--activation_checkpoint.mode=selective"]}
+    if not dry_run:
+        variants |= {
+            "8B-full": [*part_of_8b, "--activation_checkpoint.mode=full"],
+            "3B-full": [*of_3b, "--activation_checkpoint.mode=full"],
+            "1B-two-microbatches": [*of_1b, "--training.global_batch_size=2"],
+            "1B-muon": [*of_1b, "--optimizer.name=muon"],
+            "1B-document-mask": [*of_1b, "--data.document_mask"],
+        }
+    return beside_the_planner("models", 300, variants, dry_run, work, calibration)
+
+
+def beside_the_planner(
+    name: str,
+    limit_seconds: int,
+    variants: dict[str, list[str]],
+    dry_run: bool,
+    work: Path,
+    calibration: Path,
+    traced: dict[str, list[str]] | None = None,
+) -> Part:
+    """A part that trains with the options of each variant, and estimates the speed and memory of the same options.
+
+    ``traced``: options of training alone. The rows are added to ``calibration``, under the part's name.
+    """
+    common = [*LOCAL_DATA, "--training.global_batch_size=1", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
+    tiny = [*TINY, "--compile.no-enable"] if dry_run else ["--model.vocab_size=128256"]
+    variants = {key: [options[0], *common, *tiny, *options[1:]] for key, options in variants.items()}
+    commands, estimates = [], []
+    for key, options in variants.items():
+        outputs = f"--job.dump_folder={work / key}"
+        commands.append(module("torchtrain.train", *options, *(traced or {}).get(key, []), outputs))
+        planned = module("torchtrain.estimate", *options, "--estimate.world_size=1", "--estimate.json")
+        estimates.append(f"{shlex.join(planned)} > {work / key}.json")
+    # First, so that no time limit cuts them off; at the same time, because they need no GPU.
+    commands.insert(0, ["sh", "-c", " & ".join([*estimates, "wait"])])
+
     def figures(_: str) -> str:
-        rows = [{"name": name, "options": options, **step_of(work / name)} for name, options in variants.items()]
+        rows = [{"name": key, "options": options, **step_of(work / key)} for key, options in variants.items()]
         known = json.loads(calibration.read_text(encoding="utf-8")) if calibration.is_file() else {}
-        calibration.write_text(json.dumps(known | {"steps": rows}), encoding="utf-8")
+        calibration.write_text(json.dumps(known | {name: rows}), encoding="utf-8")
         return "; ".join(f"{row['name']}: {row['error'] if 'error' in row else describe(row)}" for row in rows)
 
-    return Part("steps", 220, commands, independent=True, keep=keep, figures=figures)
+    return Part(name, limit_seconds, commands, independent=True, figures=figures)
 
 
 def step_of(folder: Path) -> dict[str, Any]:
@@ -180,7 +223,8 @@ def step_of(folder: Path) -> dict[str, Any]:
     except (OSError, IndexError):
         return {"error": "no step"}
     row = {name: last.get(name) for name in ("tokens_per_second", "step_seconds", "mfu", "loss", "data_wait_fraction")}
-    row["memory_gib"] = max(line["memory_gib"] for line in lines)
+    for memory in ("memory_gib", "memory_reserved_gib"):
+        row[memory] = max(line.get(memory, 0.0) for line in lines)  # a CPU has nothing reserved
     planned = folder.with_suffix(".json")
     if planned.is_file() and planned.stat().st_size:
         row["planned"] = json.loads(planned.read_text(encoding="utf-8"))
@@ -190,9 +234,11 @@ def step_of(folder: Path) -> dict[str, Any]:
 def describe(row: dict[str, Any]) -> str:
     mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
     text = f"{row['tokens_per_second']:,.0f} tokens/s{mfu}, {row['memory_gib']:.2f} GiB"
+    text += f", {row['memory_reserved_gib']:.2f} reserved" if row["memory_reserved_gib"] else ""
     if "planned" in row:
-        seconds, peak = row["planned"]["step_seconds"], row["planned"]["ranks"][0]["peak_active_gib"]
-        text += f" (planned {row['tokens_per_second'] * row['step_seconds'] / seconds:,.0f}, {peak:.2f})"
+        seconds, rank = row["planned"]["step_seconds"], row["planned"]["ranks"][0]
+        tokens = row["tokens_per_second"] * row["step_seconds"] / seconds
+        text += f" (planned {tokens:,.0f}, {rank['peak_active_gib']:.2f}, {rank['peak_reserved_gib']:.2f})"
     return text
 
 
@@ -200,7 +246,7 @@ def tests(dry_run: bool) -> Part:
     files = sorted((ROOT / "tests").rglob("test_*.py"))
     marked = [str(file.relative_to(ROOT)) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
     marked.sort(key=lambda name: name.endswith("test_gpu.py"))  # last, because it takes the longest
-    options = ["-p", "no:cacheprovider", "-mgpu", "-v", "-rA", "--durations=10", *marked]
+    options = ["-p", "no:cacheprovider", "-mgpu", "-vv", "-rA", "--durations=10", "-otimeout=100", *marked]
     if importlib.util.find_spec("xdist") and not dry_run:
         options += ["-n", str(min(8, os.cpu_count() or 1)), "-p", "no:benchmark"]  # its plugin rejects pytest-xdist
     # Without a GPU all would be skipped: that they are found is all there is to see.
@@ -266,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
         work = Path(folder)
         calibration = out / "calibration.json"
         parts = [machine(dry_run, calibration), steps(dry_run, work, calibration), tests(dry_run)]
-        parts += [configs(dry_run, work), benchmark(dry_run, work)]
+        parts += [configs(dry_run, work), benchmark(dry_run, work), models(dry_run, work, calibration)]
         for part in parts:
             part.limit_seconds *= 10 if dry_run else 1  # it may be a busy machine
             if not arguments.only or part.name in arguments.only:

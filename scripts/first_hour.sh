@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What one GPU can prove, in a quarter of an hour: scripts/first_hour.sh [--dry-run] [--only PART ...]
+# What one GPU can prove, in less than twenty minutes: scripts/first_hour.sh [--dry-run] [--only PART ...]
 #   OUT     folder for the results                     default: outputs/first_hour
 #   WHEELS  folder that scripts/make_wheels.sh wrote   default: wheels; installed for this command if it is there
 #   PYTHON  Python interpreter                         default: python3

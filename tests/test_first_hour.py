@@ -11,7 +11,7 @@ import pytest
 from first_hour import Part
 
 ROOT = Path(__file__).parent.parent
-PARTS = ["machine", "steps", "tests", "configs", "benchmark"]
+PARTS = ["machine", "steps", "tests", "configs", "benchmark", "models"]
 
 
 def test_dry_run_writes_the_results_of_each_part(forked_ranks: dict[str, str], tmp_path: Path) -> None:
@@ -29,8 +29,9 @@ def test_dry_run_writes_the_results_of_each_part(forked_ranks: dict[str, str], t
     assert {outcome for outcome, _ in rows.values()} == {"pass"}
     assert "tests collected" in rows["tests"][1]
     assert rows["configs"][1].startswith("loss: 0.0e+00 apart at most, at 10 steps")
-    step = r"[\d,]+ tokens/s, [\d.]+ GiB \(planned [\d,]+, [\d.]+\)"
+    step = r"[\d,]+ tokens/s, [\d.]+ GiB \(planned [\d,]+, [\d.]+, [\d.]+\)"
     assert re.fullmatch(f"eager: {step}; compiled: {step}", rows["steps"][1])
+    assert re.fullmatch(f"8B-selective: {step}", rows["models"][1])
     calibration = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
     assert {row["kind"] for row in calibration["rows"]} == {"memory", "launch", "product", "attention"}
     assert [row["planned"]["fits"] for row in calibration["steps"]] == [True, True]

@@ -164,6 +164,30 @@ def test_deterministic_run_resumes_with_the_same_bits(device: str, compiled: boo
     assert same_tensors(whole, resumed)
 
 
+def command(name: str, *options: str | Path) -> str:
+    """The output of ``python -m torchtrain.NAME``."""
+    words = [sys.executable, "-m", f"torchtrain.{name}", *map(str, options)]
+    result = subprocess.run(words, cwd=ROOT, text=True, capture_output=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_commands_read_a_run(device: str, texts: Path, tmp_path: Path) -> None:
+    """A step is explained under the weights before it, which two steps restore; text is that of a CPU."""
+    run = tmp_path / "run"
+    options = [f"--data.path={texts}", f"--job.device={device}", f"--job.dump_folder={run}", "--training.deterministic"]
+    options += ["--training.steps=6", "--checkpoint.enable", "--checkpoint.interval=3"]
+    command("train", *BASE, *options)
+    found = json.loads(command("explain", run, "--step=6", "--json"))
+    assert found["weights"] == {"checkpoint_step": 3, "replayed": 2, "exact": True}
+    assert found["loss"] == pytest.approx(open_run(run).lines[6]["loss"], rel=BOUNDS["bfloat16"][0])
+    greedy = [run, "--prompt=import json", "--temperature=0", "--max_new_tokens=40", "--dtype=float32"]
+    text = command("generate", *greedy, f"--device={device}")
+    assert text == command("generate", *greedy, "--device=cpu")
+    assert command("generate", *greedy[:-1], f"--device={device}").startswith("import json")  # in bfloat16
+
+
 # Drops the wait between a step's update and the copy of its results to the host.
 WITHOUT_WAIT = """
 import torch
