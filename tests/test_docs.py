@@ -116,6 +116,11 @@ LISTED = {
     "test_compare.py runs a similar command",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "test_compare.py runs a similar command",
+    "python -m torchtrain.explain outputs/my_texts --step 35 --top 1 --exclude-to list.jsonl": (
+        "needs a run of other options; tests/plugins/explain/test_explain.py runs its like"
+    ),
+    "python -m torchtrain.train --job.config_file my_texts.toml --data.exclude list.jsonl --job.dump_folder "
+    "outputs/without": "the same",
     "python -m torchtrain.explain outputs/my_texts --step 35 --top 3": "needs a run of other options; "
     "test_explain.py runs a similar command",
     "./run_llama_train.sh --comparison.fingerprint_steps 1 2": "run with more options by test_compare.py",

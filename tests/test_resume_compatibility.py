@@ -92,7 +92,7 @@ FROZEN = {  # every option, by kind and section
         ),
         "data": (
             "path name subset split download text_column skip_not_utf8 weight type options sources when_exhausted "
-            "document_mask held_out"
+            "document_mask exclude held_out"
         ),
         "float8": "recipe enable_fsdp_float8_all_gather filter_small_layers",
     },

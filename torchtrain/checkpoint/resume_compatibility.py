@@ -55,7 +55,8 @@ KINDS = {
 
 TOTAL_STEPS = "lr_scheduler.total_steps"
 
-SAME_ELSEWHERE = ("data.path", "data.name", "model.tokenizer_path")
+EXCLUDE = "data.exclude"
+SAME_ELSEWHERE = ("data.path", "data.name", EXCLUDE, "model.tokenizer_path")
 """Options that name files or folders: a change is harmless where the content is the same as before."""
 
 
@@ -230,7 +231,8 @@ def _of_option(key: str, changed_files: Sequence[str]) -> str:
 
 def source_identities(data: Mapping[str, str]) -> list[str]:
     """The identity of each source in ``data`` (``DataLoader.identity``)."""
-    return [identity for key, text in data.items() if key.startswith("data.") for identity in text.split("; ")]
+    texts = [text for key, text in data.items() if key.startswith("data.") and key != EXCLUDE]
+    return [identity for text in texts for identity in text.split("; ")]
 
 
 def same_content(saved: str, current: str | None) -> bool:

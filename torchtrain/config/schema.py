@@ -595,6 +595,9 @@ class DataConfig(SourcesConfig, name="data"):
 
     when_exhausted: Literal["repeat", "stop"] = "repeat"
     """What happens at the end of a source. repeat: read it again in another order; stop: end the run."""
+    exclude: LocalPath = ""
+    """File with a list of documents that are not trained on, which torchtrain.explain writes. Their tokens have no
+    loss, and are replaced by the end of a document; all other tokens stay in their steps and rows."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and count positions from its start. false: tokens attend to
     all earlier tokens of the sequence."""

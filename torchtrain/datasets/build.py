@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import DataConfig, JobConfig
-from torchtrain.datasets.data_source import DataSource, SourceContext, Stream, StreamRequest
+from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContext, Stream, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.exclusions import read_exclusions
 from torchtrain.datasets.held_out import SourcePart
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -70,7 +72,8 @@ def build_dataloader(
             here and in the loader. None: this rank opens the data without communication.
 
     Raises:
-        DataError: the data are missing, empty, or do not match ``config``; or ranks see other data than rank 0.
+        DataError: the data or ``data.exclude`` are missing, empty, or do not match ``config``; or ranks see other data
+            than rank 0.
         StorageError: the file system or network does not respond.
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
@@ -87,6 +90,8 @@ def build_dataloader(
         for number in range(len(config.all))
     ]
 
+    read = partial(read_exclusions, config.exclude)
+
     def query_on_rank0() -> list[Any]:
         pairs = zip(config.all, contexts, strict=True)
         return [DATA_SOURCES[source.source_type].query_on_rank0(source, context) for source, context in pairs]
@@ -100,11 +105,21 @@ def build_dataloader(
             sources.append(found)
         return [(source, source.identity()) for source in sources]
 
+    exclude = Exclusions()
+    if config.exclude and not held_out:
+        exclude = on_all_ranks(read, group) if group is not None else read()
     answers = on_rank0(query_on_rank0, group) if group is not None else query_on_rank0()
     opened = on_all_ranks(open_all, group) if group is not None else open_all()
     identities = [identity for _, identity in opened]
+    for (source, _), context in zip(opened, contexts, strict=True):
+        if exclude.identity and not source.can_exclude:
+            raise DataError(
+                f"data.exclude = {config.exclude!r} needs text or prepared data, and {context.section} is "
+                f"{type(source).__name__}: leave it out, or let its streams leave out StreamRequest.exclude"
+            )
     if group is not None:
-        _require_same([context.section for context in contexts], identities, group)
+        keys = [*(context.section for context in contexts), "data.exclude"]
+        _require_same(keys, [*identities, exclude.identity], group)
 
     def streams_of(rows: range) -> list[Sequence[Stream]]:
         return [
@@ -113,6 +128,7 @@ def build_dataloader(
                     *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
                     sequential=sequential,
                     longest_seq_len=max(longest_seq_len, config.longest_seq_len),
+                    exclude=exclude,
                 )
             )
             for number, (source, _) in enumerate(opened)
@@ -132,7 +148,12 @@ def build_dataloader(
         drop_last=drop_last,
         count_bytes=count_bytes,
         device=device,
-        identity={option: "; ".join(identities), "model.tokenizer_path": tokenizer.identity},
+        identity={
+            option: "; ".join(identities),
+            "model.tokenizer_path": tokenizer.identity,
+            **({"data.exclude": exclude.identity} if exclude.identity else {}),
+        },
+        filler=next((token for token in (tokenizer.eos_id, tokenizer.bos_id) if token is not None), 0),
         sources=[source for source, _ in opened],
         max_readers=config.streams,
         streams_of=streams_of,

@@ -8,7 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,22 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Exclusions:
+    """Documents that are not trained on (datasets/exclusions.py).
+
+    Their tokens stay where they are, so that all other tokens of all rows do, too. But they are ``IGNORE_INDEX``: they
+    have no loss, and no other token sees what they were.
+    """
+
+    texts: frozenset[str] = frozenset()
+    """``text_hash`` of each document that is named by its text."""
+    places: frozenset[Place] = frozenset()
+    """Of documents in prepared data."""
+    identity: str = ""
+    """Their number, and a hash of the list; "" if there is none."""
+
+
+@dataclass(frozen=True)
 class Piece:
     """Consecutive tokens of a window that are of one document."""
 
@@ -55,6 +71,10 @@ class Piece:
     """Number of tokens of the document before them."""
     tokens: int
     """Number of tokens."""
+    text_hash: str = ""
+    """Of the document's text (datasets/exclusions.py), where it is text."""
+    is_excluded: bool = False
+    """Whether it is one of ``Exclusions``."""
 
 
 class Stream(ABC):
@@ -76,7 +96,7 @@ class Stream(ABC):
         """Write the next tokens into each window.
 
         Args:
-            windows: int64 arrays of shape (seq_len + 1,).
+            windows: int64 arrays of shape (seq_len + 1,). A token may be ``IGNORE_INDEX`` (``Exclusions``).
             windows_drawn: for each window, how many the source has returned for all rows of all ranks before it.
             sizes: for each window, an array for the number of bytes of text that each token stands for.
 
@@ -141,6 +161,8 @@ class StreamRequest:
     that they do not depend on the global batch size. Not if the data are repeated."""
     longest_seq_len: int = 0
     """The largest ``seq_len`` that the run is planned to have in any of its parts; 0: this one."""
+    exclude: Exclusions = Exclusions()
+    """The documents whose tokens are replaced by ``IGNORE_INDEX``, by a source that ``can_exclude``."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +245,8 @@ class DataSource(SourceType):
 
     name: str
     """A name for messages."""
+    can_exclude: ClassVar[bool] = False
+    """Whether its streams leave out ``StreamRequest.exclude``."""
 
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":  # noqa: ARG003

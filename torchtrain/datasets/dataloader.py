@@ -53,8 +53,8 @@ class LoaderLayout:
     """For each source, the number of columns for the state of a row's stream."""
 
 
-_Read = tuple[Batch, npt.NDArray[np.int64]]
-"""A batch, and the state of the loader after it."""
+_Read = tuple[Batch, npt.NDArray[np.int64], bool]
+"""A batch, the state of the loader after it, and whether the data end in it."""
 
 
 @dataclass(eq=False)
@@ -76,6 +76,8 @@ class DataLoader(Iterator[Batch]):
     drop_last: bool
     device: torch.device
     count_bytes: bool = False
+    filler: int = 0
+    """The token in place of those of documents that are left out (``Exclusions``)."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """For each option that names data or the tokenizer, a text that identifies their content."""
     sources: Sequence[DataSource] = ()
@@ -126,7 +128,7 @@ class DataLoader(Iterator[Batch]):
             self.close()
             self._raise_on_all_ranks(read if isinstance(read, BaseException) else None)
         assert isinstance(read, tuple)
-        if (ended and self.drop_last) or not targets:
+        if ended and (self.drop_last or not targets):
             self.close()
             if self.drop_last and self._state[0, 0] == 0:
                 raise DataError(
@@ -134,7 +136,7 @@ class DataLoader(Iterator[Batch]):
                     "give more, make batches smaller, or set data.when_exhausted = 'repeat'"
                 )
             raise StopIteration
-        batch, self._state = read
+        batch, self._state, _ = read
         self._next_read = None
         if self._group is not None and self.prefetch > 0:
             self._poll(0.0)  # for the next batch: its all-reduce runs during this step
@@ -150,8 +152,8 @@ class DataLoader(Iterator[Batch]):
         read = self._next_read
         targets, ended = 0, False
         if isinstance(read, tuple):
-            targets = int((read[0].labels != IGNORE_INDEX).sum())
-            ended = targets < read[0].labels.numel()
+            batch, _, ended = read
+            targets = int((batch.labels != IGNORE_INDEX).sum())
         failed, late = isinstance(read, BaseException), read is None
         values, work = torch.tensor([failed, late, targets, ended], dtype=torch.int64), None
         if self._group is not None:
@@ -289,12 +291,14 @@ class DataLoader(Iterator[Batch]):
         self._windows_drawn = drawn_after
         # Copies, also of a single row: labels are written to below.
         tokens, labels = (torch.from_numpy(part.copy()) for part in (windows[:, :-1], windows[:, 1:]))
-        if filled.min() < self.seq_len + 1:  # the data ended
+        tokens[tokens == IGNORE_INDEX] = self.filler  # their labels have no loss as they are
+        ended = bool(filled.min() < self.seq_len + 1)
+        if ended:
             beyond = torch.arange(self.seq_len) >= torch.from_numpy(filled)[:, None] - 1
             labels[beyond] = IGNORE_INDEX
         label_bytes = None if sizes is None else torch.from_numpy(sizes[:, 1:].copy())
         batch = Batch(tokens, labels, label_bytes, torch.from_numpy(sources))
-        return batch.pinned() if self.device.type == "cuda" else batch, self._snapshot()
+        return batch.pinned() if self.device.type == "cuda" else batch, self._snapshot(), ended
 
     def _choose_sources(self, windows_drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The source of each row of the global batch in a step, by number."""

@@ -27,9 +27,11 @@ from torchtrain.datasets.data_source import (
     StreamRequest,
     Tokens,
 )
+from torchtrain.datasets.exclusions import text_hash
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
 
 # Of these, the number of tokens of a source is estimated.
@@ -53,6 +55,7 @@ class TextSource(DataSource):
         DataError: there are no parts.
     """
 
+    can_exclude = True
     one_reader_per_row: ClassVar[bool] = True
     """Whether each row of the batch has a reader of its own. False, for data in few large parts: the parts are divided
     among ``data.streams`` readers; with more readers than parts, some have nothing to read."""
@@ -219,6 +222,8 @@ class PackedTextStream(Stream):
         self._seq_len = request.seq_len
         self._seed = request.seed
         self._repeat = request.repeat
+        self._exclude = request.exclude.texts
+        self._excluded = 0
         self._token_bytes = np.array(tokenizer.token_bytes)
         self.state = Share(reader, 0, 0, readers, _ENDLESS)
 
@@ -293,10 +298,11 @@ class PackedTextStream(Stream):
         self._read_fully: set[int] = set()  # parts read from their first document on for this window
         while filled < len(window):
             if self._tokens is None:
-                self._tokens, size = next(self._documents, (None, 0))
+                self._tokens, text = next(self._documents, (None, ""))
                 if self._tokens is None:
                     return filled
-                self._bytes = None if sizes is None else byte_shares(self._tokens, self._token_bytes, size)
+                shares = functools.partial(byte_shares, self._tokens, self._token_bytes)
+                self._bytes = None if sizes is None else shares(text_bytes(text))
             part = slice(self._token, self._token + len(window) - filled)
             taken = self._tokens[part]
             window[filled : filled + len(taken)] = taken
@@ -321,13 +327,15 @@ class PackedTextStream(Stream):
         missing = self._length
         while missing:
             if self._tokens is None:
-                self._tokens, _ = next(self._documents, (None, 0))
+                self._tokens, text = next(self._documents, (None, ""))
                 if self._tokens is None:
                     return pieces
+                self._hash = text_hash(text)
             taken = min(len(self._tokens) - self._token, missing)
             if taken:
                 part, seed = self._part_and_seed()
-                pieces.append(Piece(self._source.describe(seed, part, self._document), self._token, taken))
+                place = self._source.describe(seed, part, self._document)
+                pieces.append(Piece(place, self._token, taken, self._hash, self._hash in self._exclude))
             missing -= taken
             self._token += taken
             if missing:
@@ -335,14 +343,20 @@ class PackedTextStream(Stream):
         self._token -= 1
         return pieces
 
+    def _count_excluded(self) -> None:
+        """Log the number of excluded documents that this reader has met after the 1st, 2nd, 4th, 8th ..."""
+        self._excluded += 1
+        if self._excluded.bit_count() == 1:
+            logger.info("%s: left out %d document(s) of data.exclude so far", self._source.name, self._excluded)
+
     def _part_and_seed(self) -> tuple[int, int]:
         """The number of the current part in the source, and the seed of the order of its documents."""
         epoch, index = divmod(self._number, self._source.parts)
         part = int(permute(np.array([index]), self._source.parts, stream_seed(self._seed, epoch))[0])
         return part, stream_seed(self._seed, epoch, part)
 
-    def _read_documents(self) -> Iterator[tuple[Tokens, int]]:
-        """Tokens and number of bytes of each document that has text, from the current position on."""
+    def _read_documents(self) -> Iterator[tuple[Tokens, str]]:
+        """Tokens and text of each document that has text, from the current position on."""
         parts = self._source.parts
         while self._repeat or self._number < parts:
             # This reader has read each of the parts in full: one epoch more will not fill the window either.
@@ -360,8 +374,11 @@ class PackedTextStream(Stream):
                 elif text:
                     self._document = number
                     tokens = np.array(self._tokenizer.encode(text, bos=True, eos=True), dtype=np.int64)
+                    if self._exclude and text_hash(text) in self._exclude:
+                        tokens[:] = IGNORE_INDEX
+                        self._count_excluded()
                     if len(tokens):  # the tokenizer may not know any character of it
-                        yield tokens, text_bytes(text)
+                        yield tokens, text
             self._number, self._document = self._number + self._step, 0
             if self._number >= self._end:
                 (self._number, self._document, token, self._step, self._end), *later = self._later

@@ -87,9 +87,9 @@ class StepCheck:
         flags = torch.stack((loss.total.double(), loss.tokens.double(), not_finite.double(), *host_flags))
         all_reduce(flags)  # over all ranks: tensor-parallel ranks count twice in loss and tokens, so the mean is right
         total, tokens, bad_losses, *of_ranks = flags.unbind()
-        values = torch.stack((total / tokens.clamp(min=1), grad_norm))
+        values = torch.stack((total / tokens, grad_norm))
         means, deviations = self.spikes.means_and_deviations()
-        bad = (bad_losses > 0) | ~grad_norm.isfinite()
+        bad = (bad_losses > 0) | ~values.isfinite().all()
         if self.spikes.threshold > 0:
             bad = bad | self.spikes.is_spike(values, means, deviations)
         self.spikes.add(values, unless=bad)

@@ -8,6 +8,7 @@ and device, times ``flops_per_token``, divided by the device's peak; null if the
 """
 
 import json
+import math
 import platform
 import resource
 import sys
@@ -154,6 +155,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         sums = torch.stack((loss.total.double(), loss.tokens.double(), z_loss.double()))
         dist.all_reduce(sums, group=self.loss_group)
         total, tokens, z_total = sums.tolist()
+        tokens = tokens or math.nan  # all are of documents that are left out: the step is bad
         elapsed = time.perf_counter() - self.since  # tolist() has synchronized with the device
         own_loss = (loss.total / loss.tokens).item() if loss.tokens else 0.0
         memory = peak_memory(self.device)

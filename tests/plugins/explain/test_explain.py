@@ -4,6 +4,7 @@ import atexit
 import gzip
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -11,22 +12,26 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
 from forked_command import run_command
-from forked_run import CONFIG, logged_losses, patched_loss, saved_tensors
+from forked_run import CONFIG, logged_losses, patched_loss, read_metrics, same_tensors, saved_tensors
 
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.datasets.data_source import Place
-from torchtrain.errors import ConfigError
+from torchtrain.datasets.exclusions import text_hash
+from torchtrain.errors import ConfigError, DataError
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.explain.explanation import split_at
 from torchtrain.plugins.explain.run import on_one_rank, open_run
+from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.report.options import ReportConfig
@@ -226,6 +231,31 @@ def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> N
     assert first["loss"] == pytest.approx(logged_losses(folder)[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("sums", ["fast", "exact"])
+def test_gradients_of_rows_add_up_to_that_of_the_step(sums: str, run: tuple[Path, str], tmp_path: Path) -> None:
+    options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=5", f"--training.sums={sums}"]
+    train(tmp_path / "run", CONFIG, *options, "--training.z_loss_weight=1e-3")
+    line = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 5 and "grad_norm" in line)
+    found = explain(tmp_path / "run", "--step=5", "--gradients")["gradients"]
+    assert [of["row"] for of in found] == [0, 1, 2, 3]
+    assert sum(of["share"] for of in found) == pytest.approx(1, rel=1e-6)  # the sum is in float32
+    # The product of a gradient and the whole is at most that of their norms.
+    bounds = [of["share"] * line["grad_norm"] / of["norm"] for of in found]
+    assert max(map(abs, bounds)) <= 1 + 1e-6
+    (one,) = explain(tmp_path / "run", "--step=5", "--gradients", "--rows=2")["gradients"]
+    assert one == found[2]
+
+
+def test_the_gradient_of_a_single_row_is_that_of_the_step(run: tuple[Path, str], tmp_path: Path) -> None:
+    options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=3", "--training.global_batch_size=1"]
+    train(tmp_path / "run", CONFIG, *options)
+    line = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 3 and "grad_norm" in line)
+    (of_row,) = explain(tmp_path / "run", "--step=3", "--gradients")["gradients"]
+    assert of_row == {"row": 0, "norm": pytest.approx(line["grad_norm"], rel=1e-6), "share": pytest.approx(1)}
+    text = run_command("torchtrain.explain", str(tmp_path / "run"), "--step=3", "--gradients").stdout
+    assert f"row 0: gradient norm {line['grad_norm']:.4g}, 100.0% of the step's gradient" in text
+
+
 def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     top = explain(run[0], f"--step={BAD_STEP}", "--top=2", f"--html={page}")["documents"]
@@ -294,6 +324,116 @@ def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
     assert "the data are not those of the checkpoint of step 6 any more" in explain(
         copy, "--step=7", "--without-weights", code=2
     )
+
+
+@pytest.mark.parametrize("kinds", ["local", "text", "prepared", "streamed", "parquet", "local prepared", "local once"])
+def test_excluded_documents_are_masked_where_they_are(kinds: str, tmp_path: Path) -> None:
+    once = kinds.endswith(" once")
+    sources = tuple(one(tmp_path / kind, kind) for kind in kinds.removesuffix(" once").split())
+    config = DataConfig(
+        sources=sources, prefetch=0, streams=4, document_mask=True, when_exhausted="stop" if once else "repeat"
+    )
+    loader = make_loader(config, range(4), batch=4)
+    pieces = [piece for row in loader.locate() for piece in row or ()][::3]
+    of_text = {"text_hash": text_hash(text_at(piece.place))} if (piece := pieces[0]).text_hash else {}
+    assert of_text.get("text_hash", "") == piece.text_hash
+    lines = [{"text_hash": piece.text_hash, **vars(piece.place)} for piece in pieces]
+    (tmp_path / "exclude.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    changed = replace(config, exclude=str(tmp_path / "exclude.jsonl"))
+    without, resumed = make_loader(changed, range(4), batch=4), make_loader(changed, range(4), batch=4)
+    parts = [make_loader(changed, rows, batch=4) for rows in (range(2), range(2, 4))]
+    excluded, met = {piece.place for piece in pieces}, 0
+    for step in range(15 if once else 45):  # more than two epochs
+        located, expected = loader.locate(), next(loader)
+        windows = torch.cat((expected.tokens, expected.labels[:, -1:]), dim=1)
+        is_excluded = torch.zeros_like(windows, dtype=torch.bool)
+        for row, of_row in enumerate(located):
+            begin = 0
+            for piece in of_row or ():
+                is_excluded[row, begin : begin + piece.tokens] = piece.place in excluded
+                met += piece.place in excluded
+                begin += piece.tokens
+        assert TOKENIZER.eos_id is not None
+        resumed.load_state_dict(without.state_dict())
+        batch, of_parts, again = next(without), [next(part) for part in parts], next(resumed)
+        assert torch.equal(batch.tokens, expected.tokens.masked_fill(is_excluded[:, :-1], TOKENIZER.eos_id))
+        assert torch.equal(batch.labels, expected.labels.masked_fill(is_excluded[:, 1:], IGNORE_INDEX)), step
+        assert torch.equal(batch.labels, torch.cat([part.labels for part in of_parts]))
+        assert torch.equal(batch.labels, again.labels)
+    assert met >= len(pieces) + (not once)  # also in later epochs
+    for each in (loader, without, resumed, *parts):
+        each.close()
+
+
+def test_a_run_without_a_document_is_the_same_from_its_start_and_from_a_checkpoint(
+    run: tuple[Path, str], tmp_path: Path
+) -> None:
+    exclude = tmp_path / "exclude.jsonl"
+    folder, config = run[0], CONFIG.replace("[checkpoint]", '[checkpoint]\nallow_changes = ["data.exclude"]')
+    (planted,) = explain(folder, f"--step={BAD_STEP}", "--top=1", f"--exclude-to={exclude}")["documents"]
+    assert json.loads(exclude.read_text())["text_hash"] == planted["text_hash"] != ""
+    data = [f"--data.path={run[0].parent / 'planted.jsonl'}", f"--data.exclude={exclude}"]
+    # The document begins in step 6.
+    steps = ["--training.steps=4", "--lr_scheduler.total_steps=8"]
+    train(tmp_path / "resumed", CONFIG, data[0], *steps)
+    log = train(tmp_path / "resumed", config, *data, "--lr_scheduler.total_steps=8")
+    assert "left out 1 document(s) of data.exclude so far" in log
+    train(tmp_path / "whole", CONFIG, *data)
+    assert same_tensors(saved_tensors(tmp_path / "resumed", 8), saved_tensors(tmp_path / "whole", 8))
+    changed, before = logged_losses(tmp_path / "whole"), logged_losses(folder)
+    assert [changed[step] == before[step] for step in range(1, 7)] == [True] * 5 + [False]
+    listed = explain(tmp_path / "whole", f"--step={BAD_STEP}", "--top=1000")["documents"]
+    assert planted["position"] not in {document["position"] for document in listed}
+    assert len(listed) > 1
+    # Another list is another run, and the same one elsewhere is not.
+    shutil.copy(exclude, tmp_path / "elsewhere.jsonl")
+    train(tmp_path / "whole", CONFIG, data[0], f"--data.exclude={tmp_path / 'elsewhere.jsonl'}")
+    exclude.write_text("")
+    options = ("--job.config_file", str(tmp_path / "whole.toml"), "--job.dump_folder", str(tmp_path / "whole"), *SMALL)
+    result = run_command("torchtrain.train", *options, *data)
+    assert result.returncode == 2
+    assert re.search(r"data\.exclude = .*0 documents, hash .* \(checkpoint: '1 documents", result.stderr), result.stderr
+
+
+def test_errors_of_excluded_documents(tmp_path: Path) -> None:
+    source = one(tmp_path / "prepared", "prepared")
+    file = f"{source.path}/shard-00000.tokens"
+    for lines, message in {
+        None: r"data\.exclude = '.*' does not exist",
+        "{": r"data\.exclude = '.*', line 1",
+        '\n{"text": "word"}': r"line 2: .* is no document, an object with a text_hash or",
+        "[1]": "line 1: .* is no document",
+        f'{{"file": "{file}", "position": "document 99, from token 0"}}': "has no 'document 99, from token 0'",
+        f'{{"file": "{file}", "position": "document 1, from token 0"}}': "has no 'document 1, from token 0'",
+    }.items():
+        exclude = tmp_path / "exclude.jsonl"
+        exclude.unlink(missing_ok=True)
+        if lines is not None:
+            exclude.write_text(lines)
+        with pytest.raises(DataError, match=message):
+            make_loader(DataConfig(path=source.path, exclude=str(exclude)))
+    exclude.write_text('{"text_hash": "0"}')
+    with (
+        patch.object(TokenizedDataset, "can_exclude", False),
+        pytest.raises(DataError, match=r"data\.exclude = .* needs text or prepared data, and data is TokenizedDataset"),
+    ):
+        make_loader(DataConfig(path=source.path, exclude=str(exclude)))
+    result = run_command(
+        *("torchtrain.prepare", f"--data.exclude={exclude}", f"--data.path={tmp_path}/prepared"),
+        f"--prepare.output={tmp_path}/out",
+    )
+    assert result.returncode == 2
+    assert "is for training: prepare all documents" in result.stderr
+
+
+def test_a_step_without_any_other_document_is_bad(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl", ["a single document of a few words"])
+    (tmp_path / "exclude.jsonl").write_text(json.dumps({"text_hash": text_hash("a single document of a few words")}))
+    options = ["--training.steps=2", "--training.seq_len=8", f"--data.exclude={tmp_path / 'exclude.jsonl'}"]
+    log = train(tmp_path / "run", CONFIG, f"--data.path={data}", *options)
+    words = "is bad (loss nan, gradient norm 0): data.exclude leaves no token to predict"
+    assert all(f"step {step} {words}" in log for step in (1, 2)), log
+    assert logged_losses(tmp_path / "run") == {1: None, 2: None}
 
 
 def test_steps_are_trained_again_in_the_same_order_without_plugins_that_only_watch() -> None:

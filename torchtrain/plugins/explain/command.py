@@ -34,6 +34,10 @@ class ExplainOptions:
     """Print JSON."""
     html: LocalPath = ""
     """HTML file for a page with the loss of each token."""
+    gradients: bool = False
+    """Also list the norm of the gradient of each row, and its share in that of the step."""
+    exclude_to: LocalPath = ""
+    """File for the documents that are listed, for data.exclude: a run without them."""
     without_weights: bool = False
     """List all documents in the order of the batch, without losses: only the data are read."""
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
@@ -43,8 +47,12 @@ class ExplainOptions:
         check_values(self, "--")
         if self.html and self.without_weights:
             raise ConfigError("--html shows the losses of tokens: leave out --without-weights")
+        if self.gradients and self.without_weights:
+            raise ConfigError("--gradients needs the weights: leave out --without-weights")
         if self.html:
             require_file(self.html, "--html")
+        if self.exclude_to:
+            require_file(self.exclude_to, "--exclude_to")
 
 
 @command
@@ -57,15 +65,18 @@ def main(argv: Sequence[str]) -> int:
     import_modules(options.import_, "--import")
     # Not above: --help needs no torch.
     from torchtrain.plugins.explain.explanation import explain
-    from torchtrain.plugins.explain.report import as_json, as_page, as_text
+    from torchtrain.plugins.explain.report import as_exclusions, as_json, as_page, as_text
     from torchtrain.plugins.explain.run import open_run
 
     run = open_run(options.run, options.step, options.rows)
-    explanation = explain(run, with_weights=not options.without_weights)
+    explanation = explain(run, with_weights=not options.without_weights, with_gradients=options.gradients)
     top = None if options.without_weights else options.top
     if options.html:
         with writing(options.html, "--html"):
             Path(options.html).write_text(as_page(explanation, options.top), encoding="utf-8")
+    if options.exclude_to:
+        with writing(options.exclude_to, "--exclude_to"):
+            Path(options.exclude_to).write_text(as_exclusions(explanation, top), encoding="utf-8")
     text = json.dumps(as_json(explanation, top), indent=1) if options.json else as_text(explanation, top)
     sys.stdout.write(f"{text}\n")
     return 0

@@ -15,6 +15,7 @@ from torchtrain.datasets.build import document_start
 from torchtrain.datasets.data_source import Piece, Place
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import CheckpointError
 from torchtrain.labels import IGNORE_INDEX
@@ -39,9 +40,16 @@ class Document:
     """Number of tokens of the document before this part."""
     tokens: Tensor
     """int64 (n,): its tokens in the window."""
+    text_hash: str = ""
+    """See ``Piece``."""
     losses: Tensor | None = None
     """float32 (n,): the loss of each token, in nats. The first token of a window has none in this step: NaN, as masked
     tokens. None without weights."""
+
+    @property
+    def can_be_excluded(self) -> bool:
+        """Whether a line of ``data.exclude`` can name the document."""
+        return bool(self.text_hash or self.place.position)
 
     @property
     def predicted(self) -> int:
@@ -81,6 +89,19 @@ class Weights:
 
 
 @dataclass(frozen=True)
+class RowGradient:
+    """The gradient of one row of a step: of the sum of its losses, divided by the number of tokens that the whole batch
+    predicts. The gradients of all rows add up to that of the step, before clipping."""
+
+    row: int
+    norm: float
+    """Its L2 norm."""
+    share: float
+    """Its part in the gradient of the step: the product of both, divided by the square of the step's norm. The shares
+    of all rows add up to 1; a row that pulls the other way has a negative one."""
+
+
+@dataclass(frozen=True)
 class Explanation:
     """The documents of a step, in the order of the batch."""
 
@@ -89,6 +110,8 @@ class Explanation:
     documents: Sequence[Document]
     weights: Weights | None
     """None without losses."""
+    gradients: Sequence[RowGradient] = ()
+    """Of the rows, if they were asked for."""
 
     def listed(self, top: int | None) -> list[Document]:
         """The ``top`` documents with the highest losses, beginning with those that are not finite; None: all of them,
@@ -99,8 +122,10 @@ class Explanation:
         return sorted(predicted, key=lambda of: of.loss if math.isfinite(of.loss) else math.inf, reverse=True)[:top]
 
 
-def explain(run: RunStep, *, with_weights: bool) -> Explanation:
+def explain(run: RunStep, *, with_weights: bool, with_gradients: bool = False) -> Explanation:
     """Find the documents of ``run.step``, and with the weights before it the losses of their tokens.
+
+    ``with_gradients``: also the gradient of each row, for which all rows of the batch have two backwards.
 
     Raises:
         ConfigError, DataError, CheckpointError: the data or the weights cannot be restored.
@@ -119,17 +144,18 @@ def explain(run: RunStep, *, with_weights: bool) -> Explanation:
         for piece in found:
             tokens = window[begin : begin + piece.tokens]
             label = source.title or source.source_type
-            documents.append(Document(row, label, piece.place, begin, piece.offset, tokens))
+            if not piece.is_excluded:
+                documents.append(Document(row, label, piece.place, begin, piece.offset, tokens, piece.text_hash))
             begin += piece.tokens
     if not with_weights:
         return Explanation(run, tokenizer, documents, None)
-    losses, weights = losses_of(run, batch)
+    losses, gradients, weights = replay(run, batch, with_gradients=with_gradients)
     with_losses = []
     for document in documents:
         of_row = losses[run.rows.index(document.row)]
         end = document.begin + len(document.tokens)
         with_losses.append(replace(document, losses=of_row[document.begin : end]))
-    return Explanation(run, tokenizer, with_losses, weights)
+    return Explanation(run, tokenizer, with_losses, weights, gradients)
 
 
 def split_at(window: Tensor, bos_id: int | None, source: str) -> list[Piece]:
@@ -139,11 +165,12 @@ def split_at(window: Tensor, bos_id: int | None, source: str) -> list[Piece]:
     return [Piece(Place(source), 0, end - begin) for begin, end in zip(begins, ends, strict=True)]
 
 
-def losses_of(run: RunStep, batch: Batch) -> tuple[Tensor, Weights]:
+def replay(run: RunStep, batch: Batch, *, with_gradients: bool) -> tuple[Tensor, list[RowGradient], Weights]:
     """Losses of ``run.rows`` of ``batch``, the global batch of the step, under the weights before the step.
 
     Returns:
-        float32 (rows, seq_len + 1): the loss of each token of the windows; the first one is NaN, as masked ones.
+        float32 (rows, seq_len + 1): the loss of each token of the windows; the first one is NaN, as masked ones. Then
+        the gradients of ``run.rows``, if asked for, and which weights these are.
     """
     first = run.plan.first_step(run.part)
     start = run.checkpoint_step
@@ -170,13 +197,14 @@ def losses_of(run: RunStep, batch: Batch) -> tuple[Tensor, Weights]:
             again = next(trainer.dataloader)
             assert torch.equal(again.tokens, batch.tokens), "the trainer and the loader must read the same batch"
             losses = token_losses(trainer, batch, run.rows)
+            gradients = row_gradients(trainer, batch, run.rows) if with_gradients else []
         finally:
             trainer.dataloader.close()
             destroy_process_group()
     replayed = run.step - 1 - start
     same_layout = all(degree == 1 for degree in degrees_of(run.config.parallelism))
     exact = not replayed or same_layout or run.config.training.sums == "exact"
-    return losses, Weights(start, replayed, exact)
+    return losses, gradients, Weights(start, replayed, exact)
 
 
 def degrees_of(config: ParallelismConfig) -> Sequence[int]:
@@ -185,7 +213,7 @@ def degrees_of(config: ParallelismConfig) -> Sequence[int]:
 
 
 def token_losses(trainer: Trainer, batch: Batch, rows: Sequence[int]) -> Tensor:
-    """Losses of ``rows`` of ``batch`` under the trainer's weights; see ``losses_of``."""
+    """Losses of ``rows`` of ``batch`` under the trainer's weights; see ``replay``."""
     chosen = Batch(batch.tokens[list(rows)], batch.labels[list(rows)])
     # One row at a time: the logits of more may not fit into memory.
     microbatches = Microbatches(trainer.mesh, trainer.device, 1, document_start(trainer.config, trainer.tokenizer))
@@ -207,3 +235,39 @@ def token_losses(trainer: Trainer, batch: Batch, rows: Sequence[int]) -> Tensor:
             of_row = torch.where(labels == IGNORE_INDEX, math.nan, of_row)
             losses.append(F.pad(of_row, (1, 0), value=math.nan).cpu())
     return torch.stack(losses)
+
+
+def row_gradients(trainer: Trainer, batch: Batch, rows: Sequence[int]) -> list[RowGradient]:
+    """The gradients of ``rows`` of ``batch``, the global batch, under the trainer's weights."""
+    microbatches = list(
+        Microbatches(trainer.mesh, trainer.device, 1, document_start(trainer.config, trainer.tokenizer))(batch)
+    )
+    predicted = (batch.labels != IGNORE_INDEX).sum().to(trainer.device)
+
+    def gradient(row: int) -> list[Tensor]:
+        """Of each parameter."""
+        done = False
+        while not done:  # exact sums may ask for another attempt
+            trainer.optimizer.zero_grad()
+            trainer.model.begin_gradients(rows=1)
+            trainer.model.forward_backward(microbatches[row], predicted, is_last=True)
+            done = trainer.model.finish_gradients()
+        return [local(of.grad) for part in trainer.model.model_parts for of in part.parameters() if of.grad is not None]
+
+    total = [of.clone() for of in gradient(0)]
+    for row in range(1, len(microbatches)):
+        torch._foreach_add_(total, gradient(row))
+    square = product(total, total)
+    found = []
+    for row in rows:
+        own = gradient(row)
+        found.append(
+            RowGradient(row, math.sqrt(product(own, own)), product(own, total) / square if square else math.nan)
+        )
+    trainer.optimizer.zero_grad()
+    return found
+
+
+def product(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """The scalar product of two gradients."""
+    return sum(torch.sum(x.double() * y.double()).item() for x, y in zip(a, b, strict=True))

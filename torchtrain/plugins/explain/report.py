@@ -1,12 +1,14 @@
 """An explanation as text, as JSON values, and as an HTML page with the loss of each token."""
 
+import json
 import math
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from torchtrain.datasets.tokenizers import Tokenizer
-from torchtrain.plugins.explain.explanation import Document, Explanation
+from torchtrain.errors import DataError
+from torchtrain.plugins.explain.explanation import Document, Explanation, RowGradient
 
 SHOWN_CHARACTERS = 60
 DECODED_TOKENS = 60  # of which the beginning of a text is decoded
@@ -29,8 +31,13 @@ def as_json(explanation: Explanation, top: int | None) -> dict[str, Any]:
         "rows": list(run.rows),
         "weights": None if weights is None else vars(weights),
         "loss": None if weights is None else finite(mean_loss(explanation.documents)),
+        **({"gradients": [_gradient(of) for of in explanation.gradients]} if explanation.gradients else {}),
         "documents": [_values(document, explanation.tokenizer) for document in explanation.listed(top)],
     }
+
+
+def _gradient(of: RowGradient) -> dict[str, Any]:
+    return {"row": of.row, "norm": finite(of.norm), "share": finite(of.share)}
 
 
 def _values(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -44,6 +51,8 @@ def _values(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
         "offset": document.offset,
         "text": beginning(document, tokenizer),
     }
+    if document.text_hash:
+        values["text_hash"] = document.text_hash
     if document.losses is not None:
         values |= {"loss": finite(document.loss), "loss_sum": finite(document.loss_sum)}
         values["predicted"] = document.predicted
@@ -68,14 +77,32 @@ def beginning(document: Document, tokenizer: Tokenizer) -> str:
 
 
 def as_text(explanation: Explanation, top: int | None) -> str:
-    """A line about the step, and two lines for each listed document."""
+    """A line about the step, one for the gradient of each row, and two for each listed document."""
     lines = [headline(explanation)]
+    by_share = sorted(explanation.gradients, key=lambda of: of.share, reverse=True)
+    lines += [f"row {of.row}: gradient norm {of.norm:.4g}, {of.share:.1%} of the step's gradient" for of in by_share]
     for document in explanation.listed(top):
         text = " ".join(beginning(document, explanation.tokenizer).split())
         shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
         loss = "" if document.losses is None else f"loss {document.loss:.4f} (sum {document.loss_sum:.1f}), "
         lines += [f"{loss}{where(document)}", f"  {place(document)}: {shown!r}"]
     return "\n".join(lines)
+
+
+def as_exclusions(explanation: Explanation, top: int | None) -> str:
+    """The listed documents as lines for ``data.exclude``, each document once.
+
+    Raises:
+        DataError: the source of a document cannot leave it out.
+    """
+    lines = {}
+    for document in explanation.listed(top):
+        if not document.can_be_excluded:
+            raise DataError(f"documents of the source {document.source} cannot be named in data.exclude")
+        values = _values(document, explanation.tokenizer)
+        keys = ("text_hash", "file", "position", "source", "text")
+        lines[document.place] = json.dumps({key: values[key] for key in keys if key in values})
+    return "".join(f"{line}\n" for line in lines.values())
 
 
 def headline(explanation: Explanation) -> str:

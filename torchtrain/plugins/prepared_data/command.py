@@ -50,6 +50,10 @@ def run(config: JobConfig) -> int:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
     if any(source.held_out for source in config.data.all):
         raise ConfigError("data.held_out is for text that is read in training: prepare held-out data by themselves")
+    if config.data.exclude:
+        raise ConfigError(
+            f"data.exclude = {config.data.exclude!r} is for training: prepare all documents, and train without these"
+        )
     output = options.output.rstrip("/") or "/"
     several = config.data.sources
     folders = [f"{output}/{number}" for number in range(len(several))] if several else [output]

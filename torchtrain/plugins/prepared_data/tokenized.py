@@ -7,8 +7,8 @@ of each document in tokens, and the number of tokens).
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +33,7 @@ from torchtrain.datasets.data_source import (
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import MISSING, parse_json
+from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
 from torchtrain.plugins.prepared_data.data_folder import DataFolder, Range
 from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_size, power_of_two
@@ -40,6 +41,7 @@ from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_siz
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written
 _FORMAT: Literal[1] = 1
+POSITION = re.compile(r"document ([0-9]{1,18}), from token ([0-9]{1,18})")
 SHARD_NAME = re.compile(r"shard-[0-9]{5,}")
 
 
@@ -141,6 +143,8 @@ class TokenizedDataset(DataSource):
         DataError: a shard is missing or does not match the manifest; or the data were prepared with another tokenizer.
     """
 
+    can_exclude = True
+
     def __init__(self, folder: DataFolder, tokenizer_hash: str, verify_bytes: float, label: str):
         self.name = label
         self.folder = folder
@@ -175,7 +179,7 @@ class TokenizedDataset(DataSource):
         """The files of tokens, by the manifest."""
         entries = (
             DataFile(
-                f"{self.folder.location}/{shard.name}.tokens",
+                self._file(shard),
                 shard.tokens * self._manifest.dtype.itemsize,
                 shard.tokens_hash[:HASH_DIGITS],
             )
@@ -229,10 +233,31 @@ class TokenizedDataset(DataSource):
             document = int(np.searchsorted(offsets, token, side="right")) - 1
             first, end = offsets[document : document + 2].tolist()
             taken = min(end - token, count)
-            place = Place(f"{self.folder.location}/{shard.name}.tokens", f"document {document}, from token {first}")
+            place = Place(self._file(shard), f"document {document}, from token {first}")
             pieces.append(Piece(place, token - first, taken))
             start, count = start + taken, count - taken
         return pieces
+
+    def _file(self, shard: Shard) -> str:
+        return f"{self.folder.location}/{shard.name}.tokens"
+
+    def find(self, places: Collection[Place]) -> list[tuple[int, int]]:
+        """Start and end, in tokens of all shards, of those documents of ``places`` that are in this folder.
+
+        Raises:
+            DataError: a shard of this folder has no such document.
+        """
+        found = []
+        for shard, end in zip(self._manifest.shards, self._ends.tolist(), strict=True):
+            first = end - shard.tokens
+            for position in sorted(place.position for place in places if place.file == self._file(shard)):
+                match = POSITION.fullmatch(position)
+                offsets = self._offsets(shard.name)
+                document = int(match[1]) if match else -1
+                if match is None or not document < len(offsets) - 1 or offsets[document] != int(match[2]):
+                    raise DataError(f"{self._file(shard)} has no {position!r}, which data.exclude names")
+                found.append((first + int(offsets[document]), first + int(offsets[document + 1])))
+        return found
 
     @functools.lru_cache(16)  # noqa: B019
     def _offsets(self, shard: str) -> npt.NDArray[np.int64]:
@@ -266,6 +291,10 @@ class TokenWindowStream(Stream):
         self._seed = request.seed
         self._repeat = request.repeat
         self._targets = max(0, len(source) - 1)
+        self._places = request.exclude.places
+        self._excluded = source.find(self._places) if self._places else []
+        if self._excluded:
+            logger.info("%s: leaves out %d document(s) of data.exclude", source.name, len(self._excluded))
         self.reads_ahead = source.folder.reads_ahead
         self.state = (block_size(self._targets, max(request.longest_seq_len, request.seq_len)),)
         if self._windows_of(self._order) == 0:
@@ -334,13 +363,17 @@ class TokenWindowStream(Stream):
         self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
         for window, count, size in zip(windows, filled, sizes or (), strict=False):
             size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
+        for window, start, count in zip(windows, starts, filled, strict=True):
+            for begin, end in self._excluded:
+                window[max(begin - start, 0) : max(min(end - start, count), 0)] = IGNORE_INDEX
         return filled
 
     def read_ahead(self, windows_drawn: Sequence[int]) -> None:
         self._source.read_ahead(*self._locate(windows_drawn))
 
     def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
-        return [self._source.locate(*pair) for pair in zip(*self._locate(windows_drawn), strict=True)]
+        found = [self._source.locate(*pair) for pair in zip(*self._locate(windows_drawn), strict=True)]
+        return [[replace(piece, is_excluded=piece.place in self._places) for piece in pieces] for pieces in found]
 
     def _locate(self, windows_drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         """Offset and number of tokens of each window."""
