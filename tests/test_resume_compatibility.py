@@ -102,7 +102,7 @@ FROZEN = {  # every option, by kind and section
             "shape.ffn_dim shape.head_dim shape.norm_eps shape.tied_embeddings shape.qk_norm shape.qkv_bias"
         ),
         "optimizer": "name",
-        "data": "streams",
+        "data": "streams packing",
     },
 }
 

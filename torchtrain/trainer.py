@@ -777,7 +777,7 @@ def _once(config: DataConfig, source: SourceConfig) -> DataConfig:
     """``source`` alone, read once, with the other options of ``[data]``."""
     fields = asdict(source)
     of_source = {key: fields[key] for key in asdict(SourceConfig())}
-    return replace(config, **of_source | {"weight": 1.0}, sources=(), when_exhausted="stop")
+    return replace(config, **of_source | {"weight": 1.0}, sources=(), when_exhausted="stop", packing="cut", exclude="")
 
 
 def initialize(model_parts: Sequence[Decoder], seed: int, device: torch.device) -> None:

@@ -50,7 +50,7 @@ KINDS = {
         "model.tokenizer_path",  # a copy in another folder is the same tokenizer
     },
     # Another optimizer has other states; the position in streamed data is saved by stream.
-    Kind.IMPOSSIBLE: {"model", "optimizer.name", "data.streams"},
+    Kind.IMPOSSIBLE: {"model", "optimizer.name", "data.streams", "data.packing"},
 }
 
 TOTAL_STEPS = "lr_scheduler.total_steps"

@@ -117,6 +117,11 @@ def build_dataloader(
                 f"data.exclude = {config.exclude!r} needs text or prepared data, and {context.section} is "
                 f"{type(source).__name__}: leave it out, or let its streams leave out StreamRequest.exclude"
             )
+        if config.packing not in source.packings:
+            raise DataError(
+                f"{section}.packing = {config.packing!r} needs text, and {context.section} is {type(source).__name__}: "
+                f"set it to {' or '.join(map(repr, source.packings))}, or give the text itself"
+            )
     if group is not None:
         keys = [*(context.section for context in contexts), "data.exclude"]
         _require_same(keys, [*identities, exclude.identity], group)
@@ -128,6 +133,7 @@ def build_dataloader(
                     *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
                     sequential=sequential,
                     longest_seq_len=max(longest_seq_len, config.longest_seq_len),
+                    packing=config.packing,
                     exclude=exclude,
                 )
             )

@@ -161,6 +161,8 @@ class StreamRequest:
     that they do not depend on the global batch size. Not if the data are repeated."""
     longest_seq_len: int = 0
     """The largest ``seq_len`` that the run is planned to have in any of its parts; 0: this one."""
+    packing: str = "cut"
+    """``data.packing``."""
     exclude: Exclusions = Exclusions()
     """The documents whose tokens are replaced by ``IGNORE_INDEX``, by a source that ``can_exclude``."""
 
@@ -247,6 +249,8 @@ class DataSource(SourceType):
     """A name for messages."""
     can_exclude: ClassVar[bool] = False
     """Whether its streams leave out ``StreamRequest.exclude``."""
+    packings: ClassVar[tuple[str, ...]] = ("cut",)
+    """The values of ``StreamRequest.packing`` that its streams know."""
 
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":  # noqa: ARG003

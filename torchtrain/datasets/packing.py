@@ -9,7 +9,8 @@ import functools
 import itertools
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -56,6 +57,7 @@ class TextSource(DataSource):
     """
 
     can_exclude = True
+    packings = ("cut", "best_fit")
     one_reader_per_row: ClassVar[bool] = True
     """Whether each row of the batch has a reader of its own. False, for data in few large parts: the parts are divided
     among ``data.streams`` readers; with more readers than parts, some have nothing to read."""
@@ -92,8 +94,13 @@ class TextSource(DataSource):
                 f"{request.global_batch_size} up to data.streams; the number of data-parallel ranks must divide it: "
                 "raise data.streams, or prepare the data"
             )
-        by_reader: dict[int, Stream] = {
-            reader: PackedTextStream(self, request, reader, readers)
+        stream: Callable[..., Stream] = PackedTextStream
+        if request.packing == "best_fit":
+            from torchtrain.datasets.best_fit import BestFitStream  # it imports this module
+
+            stream = BestFitStream
+        by_reader = {
+            reader: stream(self, request, reader, readers)
             for reader in range(request.rows.start // rows_per_reader, request.rows.stop // rows_per_reader)
         }
         return [by_reader[row // rows_per_reader] for row in request.rows]
@@ -193,6 +200,20 @@ def _require_same_kind(same: bool, name: str) -> None:
             f"the saved position in {name} is of other data, of another data.when_exhausted, or of another version of "
             "torchtrain"
         )
+
+
+@dataclass(frozen=True)
+class ReadDocument:
+    """A document that a ``PackedTextStream`` has read."""
+
+    tokens: Tokens
+    text: str
+    place: Callable[[], Place]
+    is_excluded: bool
+
+    def piece(self, offset: int, tokens: int) -> Piece:
+        """A piece of it."""
+        return Piece(self.place(), offset, tokens, text_hash(self.text), self.is_excluded)
 
 
 class PackedTextStream(Stream):
@@ -342,6 +363,19 @@ class PackedTextStream(Stream):
                 self._document, self._token, self._tokens = self._document + 1, 0, None
         self._token -= 1
         return pieces
+
+    def read_document(self) -> ReadDocument:
+        """Read the next document, from its first token on.
+
+        Raises:
+            DataError: there is none in all of the source.
+        """
+        self._begun_at, self._length, self._read_fully = self._number, self._seq_len + 1, set()
+        tokens, text = next(self._documents)
+        part, seed = self._part_and_seed()
+        place = functools.partial(self._source.describe, seed, part, self._document)
+        self._document += 1
+        return ReadDocument(tokens, text, place, bool(self._exclude) and text_hash(text) in self._exclude)
 
     def _count_excluded(self) -> None:
         """Log the number of excluded documents that this reader has met after the 1st, 2nd, 4th, 8th ..."""
