@@ -154,67 +154,44 @@ def test_wrong_types_are_rejected(options: dict[str, Any], message: str) -> None
         DataConfig(**options)
 
 
-# What my_metrics.py uses of MLflow; the store is a JSON file, the tracking URI.
-FAKE_MLFLOW = """
-import json
-from pathlib import Path
-from types import SimpleNamespace
-
-class MlflowClient:
-    def __init__(self, uri):
-        self.file = Path(uri)
-        self.runs = json.loads(self.file.read_text()) if self.file.exists() else []
-    def get_experiment_by_name(self, name):
-        return None
-    def create_experiment(self, name):
-        return name
-    def search_runs(self, experiment_ids, filter_string):
-        return [SimpleNamespace(info=SimpleNamespace(run_id=number)) for number, run in enumerate(self.runs)
-                if filter_string == f"tags.torchtrain_run = '{run['tags']['torchtrain_run']}'"]
-    def create_run(self, experiment_id, tags):
-        self.runs.append({"experiment": experiment_id, "tags": tags, "metrics": [], "ended": 0})
-        return SimpleNamespace(info=SimpleNamespace(run_id=len(self.runs) - 1))
-    def set_tag(self, run_id, key, value):
-        self.runs[run_id]["tags"][key] = value
-    def log_metric(self, run_id, key, value, step):
-        self.runs[run_id]["metrics"].append([key, value, step])
-    def set_terminated(self, run_id):
-        self.runs[run_id]["ended"] += 1
-        self.file.write_text(json.dumps(self.runs))
-"""
+def rows(file: Path, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a metric in the database."""
+    with sqlite3.connect(file) as database:
+        return database.execute("SELECT step, value FROM metrics WHERE name = ? ORDER BY step", (name,)).fetchall()
 
 
-def test_mlflow_gets_the_metrics_of_a_run_and_of_its_resume(tmp_path: Path) -> None:
+def test_writer_of_the_page_gets_the_metrics_of_a_run_and_of_its_resumes(tmp_path: Path) -> None:
     save_module("adding-a-metrics-writer.md", tmp_path)
-    (tmp_path / "mlflow.py").write_text(FAKE_MLFLOW)
     (toml,) = code_blocks("adding-a-metrics-writer.md", "toml")
-    assert "sqlite:///mlflow.db" in toml
-    settings, metrics = CONFIG.replace("[metrics]\n", "[metrics]\nwriters = ['mlflow']\n"), tmp_path / "store.json"
+    assert "metrics.db" in toml
+    settings, database = CONFIG.replace("[metrics]\n", "[metrics]\nwriters = ['sqlite']\n"), tmp_path / "store.db"
     options = toml.partition("[metrics]")[0] + toml[toml.index("[metrics.options") :]
     config = tmp_path / "run.toml"
-    config.write_text(settings + options.replace("sqlite:///mlflow.db", str(metrics)))
-    for steps in ("6", "8"):
-        finish(
-            tmp_path / "run",
-            *("--job.config_file", str(config), "--training.steps", steps),
-            hook=partial(use_modules_of, tmp_path),
-        )
-    (run,) = json.loads(metrics.read_text())
-    logged = [value for name, value, _ in run["metrics"] if name == "loss/average"]
-    assert logged == losses(tmp_path / "run")
-    assert [step for name, _, step in run["metrics"] if name == "loss/average"] == list(range(1, 9))
-    assert run["experiment"] == "torchtrain"
-    assert run["tags"]["event.start"] == "step 6"
-    assert run["ended"] == 2
+    config.write_text(settings + options.replace("metrics.db", str(database)))
 
-    config.write_text(config.read_text().replace("tracking_uri", "tracking_url"))
+    def train(*options: str) -> None:
+        given = ("--job.config_file", str(config), *options)
+        finish(tmp_path / "run", *given, hook=partial(use_modules_of, tmp_path))
+
+    for steps in ("6", "8"):
+        train("--training.steps", steps)
+    assert rows(database, "loss/average") == list(enumerate(losses(tmp_path / "run"), 1))
+    assert rows(database, "event/start") == [(0, 1), (6, 1)]
+    changed = ("--optimizer.lr", "0.1", "--checkpoint.allow_changes", "optimizer.lr", "--checkpoint.load_step", "6")
+    train("--training.steps", "7", *changed)
+    kept = [*losses(tmp_path / "run")[:6], losses(tmp_path / "run")[-1]]
+    assert rows(database, "loss/average") == list(enumerate(kept, 1))
+
+    config.write_text(config.read_text().replace("file =", "fil ="))
     wrong = ForkedRun(tmp_path / "wrong", "--job.config_file", str(config), hook=partial(use_modules_of, tmp_path))
     assert wrong.wait() == [2, 2]
-    assert "metrics.options.mlflow.tracking_url is not a known key; did you mean" in wrong.output()
+    assert "metrics.options.sqlite.fil is not a known key; did you mean" in wrong.output()
 
 
 def test_wrong_writers_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"metrics.writers = 'absent' must be one of 'tensorboard', 'wandb'"):
+    with pytest.raises(
+        ConfigError, match=r"metrics.writers = 'absent' must be one of 'tensorboard', 'mlflow', 'wandb'"
+    ):
         MetricsConfig(writers=("absent",))
     with pytest.raises(ConfigError, match=r"metrics.options.absent must be a table .* metrics.writers = \['wandb'\]"):
         MetricsConfig(writers=("wandb",), options={"absent": {}})

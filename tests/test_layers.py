@@ -82,6 +82,7 @@ KNOWN_PLUGINS = {
         "trainer.py",
     },
     "wandb": {"checkpoint/outputs.py", "config/schema.py", "metrics/writers.py"},
+    "mlflow": {"config/schema.py"},
     "fingerprint": {"metrics/writers.py"},
     **{word: set() for word in ("straggler", "lm_eval", "lighthouse", "torchft", "recheck", "s3fs", "kubernetes")},
 }

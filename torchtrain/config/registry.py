@@ -180,7 +180,7 @@ FOLDER_FORMATS = Registry("the format of data.path", of_plugins={"prepared": "to
 METRICS_WRITERS = Registry(
     "metrics.writers",
     {"tensorboard": "torchtrain.metrics.writers:TensorBoard"},
-    {"wandb": "torchtrain.plugins.wandb"},
+    {name: f"torchtrain.plugins.{name}" for name in ("mlflow", "wandb")},
 )
 """Subclasses of ``metrics.writers.MetricsWriter``."""
 

@@ -824,9 +824,11 @@ class MetricsConfig(Section, name="metrics"):
     """Log metrics to TensorBoard."""
     writers: tuple[str, ...] = ()
     """More writers of metrics: wandb, for Weights & Biases (pip install 'torchtrain[wandb]'; WANDB_MODE=offline writes
-    only to the dump folder), or one that a module in job.import registers (docs/extending.md)."""
+    only to the dump folder), mlflow (pip install 'torchtrain[mlflow]'), or one that a module in job.import registers
+    (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[metrics.options.NAME]: options of the writer NAME in writers; of wandb its project."""
+    """[metrics.options.NAME]: options of the writer NAME in writers: of wandb its project, of mlflow
+    its tracking_uri and experiment (docs/watching.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
