@@ -2,15 +2,14 @@
 
 import io
 import json
-import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from forked_run import finish, patched_loss, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from wandb_records import wandb_records
 
 from torchtrain.checkpoint import outputs
 from torchtrain.checkpoint.outputs import METRICS, merge_metrics, restore_outputs
@@ -42,22 +41,6 @@ def test_rollback_undoes_steps_in_metrics_and_tensorboard(tmp_path: Path) -> Non
     shown = {event.step: event.value for event in events.Scalars("loss/average")}
     assert shown == pytest.approx({line["step"]: line["loss"] for line in run.lines})
     assert len(events.Scalars("loss/average")) == 6
-
-
-def wandb_records(content: bytes) -> Iterator[bytes]:
-    """The records of a .wandb file, a log as that of LevelDB: pieces with a header of 7 bytes, in blocks of 32 KiB."""
-    place, record = 7, b""
-    while place + 7 <= len(content):
-        left = 32768 - place % 32768
-        if left < 7:
-            place += left
-            continue
-        _, length, kind = struct.unpack_from("<IHB", content, place)
-        record += content[place + 7 : place + 7 + length]
-        place += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
-            yield record
-            record = b""
 
 
 def wandb_losses(folder: Path) -> list[dict[int, float]]:

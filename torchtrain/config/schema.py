@@ -827,8 +827,8 @@ class MetricsConfig(Section, name="metrics"):
     only to the dump folder), mlflow (pip install 'torchtrain[mlflow]'), or one that a module in job.import registers
     (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[metrics.options.NAME]: options of the writer NAME in writers: of wandb its project, of mlflow
-    its tracking_uri and experiment (docs/watching.md)."""
+    """[metrics.options.NAME]: options of the writer NAME in writers: of wandb its project and
+    log_export, of mlflow its tracking_uri and experiment (docs/watching.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -46,7 +46,7 @@ from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
-from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _origin
+from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, export_origin
 from torchtrain.plugins.huggingface.meta import config_from_meta
 from torchtrain.plugins.huggingface.options import HuggingFaceConfig
 from torchtrain.plugins.huggingface.safetensors_folder import files_by_size, write_hf_config
@@ -842,7 +842,7 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
         (tmp_path / f"checkpoint/step-{step}" / MANIFEST).write_text(str(step))
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text("{}")
-    (tmp_path / ORIGIN).write_text(json.dumps(_origin(config, 2)))
+    (tmp_path / ORIGIN).write_text(json.dumps(export_origin(config, 2)))
     group: Any = None
     assert not HuggingFaceExporter().is_missing(config, 2, group)
     assert HuggingFaceExporter().is_missing(config, 4, group)

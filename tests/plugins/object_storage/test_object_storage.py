@@ -26,7 +26,7 @@ from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
-from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, _origin
+from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, export_origin
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
@@ -619,7 +619,7 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     (tmp_path / "hf/config.json").write_bytes(b"{}")
-    origin = json.dumps(_origin(config, 4)).encode()
+    origin = json.dumps(export_origin(config, 4)).encode()
     (tmp_path / ORIGIN).write_bytes(origin)  # killed before the upload
     assert needed()
     storage().store_export(tmp_path / "hf", origin)

@@ -53,7 +53,7 @@ class HuggingFaceExporter(Exporter):
             except MISSING:
                 return True
             made_from = json_object(origin)
-            return made_from is None or made_from != _origin(config, step)
+            return made_from is None or made_from != export_origin(config, step)
 
         return not config.checkpoint.enable or on_rank0(is_outdated, group)
 
@@ -64,7 +64,7 @@ class HuggingFaceExporter(Exporter):
         save_hf(weights, folder, model, _options(config).export_dtype, config.model.tokenizer_path, replace_old=True)
         logger.info("wrote %s", folder)
         if dist.get_rank() == 0 and config.checkpoint.enable:
-            origin = json.dumps(_origin(config, step)).encode()
+            origin = json.dumps(export_origin(config, step)).encode()
             # The dump folder may be lost with its node.
             if stored := checkpoint_storage(config).store_export(folder, origin):
                 logger.info("wrote %s", stored)
@@ -79,7 +79,7 @@ def _options(config: JobConfig) -> HuggingFaceConfig:
     return section_of(config, HuggingFaceConfig)
 
 
-def _origin(config: JobConfig, step: int) -> dict[str, str]:
+def export_origin(config: JobConfig, step: int) -> dict[str, str]:
     """Identifies an export: the hash of the manifest of its checkpoint, and the options of the export."""
     manifest = checkpoint_storage(config).open(step).read(MANIFEST)
     options = {"weights": _options(config).export_weights, "dtype": _options(config).export_dtype}

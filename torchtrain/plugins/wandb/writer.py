@@ -4,6 +4,7 @@ import importlib.util
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchtrain.config.parse import from_toml
@@ -20,11 +21,20 @@ class WandbOptions(Section, name="metrics.options.wandb"):
 
     project: str = "torchtrain"
     """Project name in Weights & Biases."""
+    log_export: bool = False
+    """Log the export of the run (huggingface.export) as an artifact of type "model"."""
 
 
 def own_options(table: Mapping[str, Any]) -> WandbOptions:
     """The options in ``table``. Raises ConfigError for unknown keys and wrong types."""
     return from_toml(WandbOptions, dict(table), "metrics.options.wandb.")
+
+
+def stored_run_id(folder: Path) -> str | None:
+    """The id of the W&B run of the run in ``folder``; None if it has none yet."""
+    file = folder / "wandb_id"
+    stored = file.read_text(encoding="utf-8") if file.exists() else ""
+    return stored or None  # a full disk leaves an empty file
 
 
 class WeightsAndBiases(MetricsWriter):
@@ -46,11 +56,11 @@ class WeightsAndBiases(MetricsWriter):
         self.context = context
         self.again_from = context.start_step
         self.run: Any = None
-        id_file = context.folder / "wandb_id"
+        stored = stored_run_id(context.folder)
         if context.undone:
             self._begin_again(context.start_step)
-        elif id_file.exists() and id_file.stat().st_size:  # a full disk leaves an empty file
-            self.run = self._open(id_file.read_text(encoding="utf-8"))
+        elif stored is not None:
+            self.run = self._open(stored)
         else:
             self.run = self._open_new()
 
