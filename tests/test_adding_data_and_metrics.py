@@ -190,7 +190,7 @@ def test_writer_of_the_page_gets_the_metrics_of_a_run_and_of_its_resumes(tmp_pat
 
 def test_wrong_writers_are_rejected() -> None:
     with pytest.raises(
-        ConfigError, match=r"metrics.writers = 'absent' must be one of 'tensorboard', 'mlflow', 'wandb'"
+        ConfigError, match=r"metrics.writers = 'absent' must be one of 'tensorboard', 'mlflow', 'trackio', 'wandb'"
     ):
         MetricsConfig(writers=("absent",))
     with pytest.raises(ConfigError, match=r"metrics.options.absent must be a table .* metrics.writers = \['wandb'\]"):

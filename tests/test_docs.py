@@ -75,6 +75,7 @@ LISTED = {
     "pip install --target site .": "needs a package index; test_core.py installs a wheel",
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[mlflow]'": "needs a package index",
+    "pip install -e '.[trackio]'": "needs a package index",
     "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
     "python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml": "needs a config of torchtitan; "
     "test_convert_config.py runs a similar command",

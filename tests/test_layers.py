@@ -83,6 +83,7 @@ KNOWN_PLUGINS = {
     },
     "wandb": {"checkpoint/outputs.py", "config/schema.py", "metrics/writers.py"},
     "mlflow": {"config/schema.py"},
+    "trackio": {"checkpoint/outputs.py", "config/schema.py", "metrics/writers.py"},
     "fingerprint": {"metrics/writers.py"},
     **{word: set() for word in ("straggler", "lm_eval", "lighthouse", "torchft", "recheck", "s3fs", "kubernetes")},
 }

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb_records import wandb_records
 
 from torchtrain.checkpoint import outputs
-from torchtrain.checkpoint.outputs import METRICS, merge_metrics, restore_outputs
+from torchtrain.checkpoint.outputs import METRICS, TRACKER_RUNS, merge_metrics, restore_outputs
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig
 from torchtrain.metrics.history import read_run
@@ -146,22 +146,25 @@ def test_resume_that_changes_steps(tmp_path: Path, lines: list[Any], step: int, 
     assert changes_steps(tmp_path / "metrics.jsonl", step, "a") is changes
 
 
-def test_id_of_a_wandb_run_is_that_of_the_newer_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", TRACKER_RUNS)
+def test_id_of_a_tracker_run_is_that_of_the_newer_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """After a rollback, a new one is in the folder before a checkpoint has it."""
-    stored = {METRICS: lines_of((0, 1, "12")), "wandb_id": b"stored"}
+    stored = {METRICS: lines_of((0, 1, "12")), name: b"stored"}
     monkeypatch.setattr(
-        outputs, "_read_outputs", lambda _: [(name, io.BytesIO(content)) for name, content in stored.items()]
+        outputs, "_read_outputs", lambda _: [(file, io.BytesIO(content)) for file, content in stored.items()]
     )
     checkpoint: Any = None
     restore_outputs(checkpoint, tmp_path)
-    assert (tmp_path / "wandb_id").read_bytes() == b"stored"
-    (tmp_path / "wandb_id").write_bytes(b"own")
+    assert (tmp_path / name).read_bytes() == b"stored"
+    (tmp_path / name).write_bytes(b"own")
     (tmp_path / METRICS).write_bytes(lines_of((0, 1, "12"), (2, 2, "3")))
     restore_outputs(checkpoint, tmp_path)
-    assert (tmp_path / "wandb_id").read_bytes() == b"own"
+    assert (tmp_path / name).read_bytes() == b"own"
     stored[METRICS] = lines_of((0, 1, "12"), (2, 3, "34"))
     restore_outputs(checkpoint, tmp_path)
-    assert (tmp_path / "wandb_id").read_bytes() == b"stored"
+    assert (tmp_path / name).read_bytes() == b"stored"
 
 
 def lines_of(*processes: tuple[int, int, str]) -> bytes:

@@ -20,7 +20,9 @@ from torchtrain.logging import logger
 OUTPUTS = "outputs.tar.gz"
 PART_BYTES = 16 * 2**20  # of the archive
 METRICS = "metrics.jsonl"
-PACKED = (METRICS, "tensorboard", "wandb_id")
+TRACKER_RUNS = ("wandb_id", "trackio_run")
+"""Files with the id or name of the run in a tracker."""
+PACKED = (METRICS, "tensorboard", *TRACKER_RUNS)
 """Files and folders in the dump folder."""
 
 
@@ -127,7 +129,7 @@ def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
     """Add the metrics in ``checkpoint`` to those in ``dump_folder``, which may be of other starts of the same run.
 
     They are, if the run was continued on another machine in between. Files that only one of both has are kept, and of
-    two of the same name the larger one, except for metrics.jsonl (``merge_metrics``), and for the id of the W&B run,
+    two of the same name the larger one, except for metrics.jsonl (``merge_metrics``), and for the run in a tracker,
     which is that of the checkpoint if that has lines that the folder lacks.
     """
     restored = has_new_lines = False
@@ -137,7 +139,7 @@ def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
         if name == METRICS:
             content = merge_metrics(own, content)
             has_new_lines = content != own
-        elif name != "wandb_id":
+        elif name not in TRACKER_RUNS:
             content = max(own, content, key=len)
         elif own and not has_new_lines:
             continue

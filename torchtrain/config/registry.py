@@ -180,7 +180,7 @@ FOLDER_FORMATS = Registry("the format of data.path", of_plugins={"prepared": "to
 METRICS_WRITERS = Registry(
     "metrics.writers",
     {"tensorboard": "torchtrain.metrics.writers:TensorBoard"},
-    {name: f"torchtrain.plugins.{name}" for name in ("mlflow", "wandb")},
+    {name: f"torchtrain.plugins.{name}" for name in ("mlflow", "trackio", "wandb")},
 )
 """Subclasses of ``metrics.writers.MetricsWriter``."""
 

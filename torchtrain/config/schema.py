@@ -824,11 +824,11 @@ class MetricsConfig(Section, name="metrics"):
     """Log metrics to TensorBoard."""
     writers: tuple[str, ...] = ()
     """More writers of metrics: wandb, for Weights & Biases (pip install 'torchtrain[wandb]'; WANDB_MODE=offline writes
-    only to the dump folder), mlflow (pip install 'torchtrain[mlflow]'), or one that a module in job.import registers
-    (docs/extending.md)."""
+    only to the dump folder), mlflow (pip install 'torchtrain[mlflow]'), trackio (pip install 'torchtrain[trackio]'), or
+    one that a module in job.import registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[metrics.options.NAME]: options of the writer NAME in writers: of wandb its project and
-    log_export, of mlflow its tracking_uri and experiment (docs/watching.md)."""
+    """[metrics.options.NAME]: options of the writer NAME in writers: of wandb project and log_export, of mlflow
+    tracking_uri and experiment, of trackio project, space_id and private (docs/watching.md)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

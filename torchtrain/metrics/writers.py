@@ -168,7 +168,7 @@ class JsonLines(MetricsWriter):
 
 
 OUTPUTS = (
-    *("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "fingerprints", "traces"),
+    *("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "trackio_run", "fingerprints", "traces"),
     *("report.md", "curves.png"),
 )
 """Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
