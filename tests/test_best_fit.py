@@ -11,9 +11,10 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl, write_p
 from forked_run import finish, logged_losses, same_tensors, saved_tensors
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.best_fit import GROUP_WINDOWS, pack
+from torchtrain.datasets.best_fit import pack
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import text_hash
+from torchtrain.datasets.packing import GROUP_WINDOWS
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
 

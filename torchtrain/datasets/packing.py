@@ -16,6 +16,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from torchtrain.datasets.best_fit import Part, pack
 from torchtrain.datasets.data_source import (
     Bytes,
     DataSource,
@@ -38,6 +39,8 @@ from torchtrain.logging import logger
 # Of these, the number of tokens of a source is estimated.
 SAMPLED_DOCUMENTS = 16
 SAMPLED_CHARACTERS = 2000
+# data.packing = "best_fit" packs a group of documents at a time: those that fill so many windows.
+GROUP_WINDOWS = 32
 
 
 def text_bytes(text: str) -> int:
@@ -94,12 +97,9 @@ class TextSource(DataSource):
                 f"{request.global_batch_size} up to data.streams; the number of data-parallel ranks must divide it: "
                 "raise data.streams, or prepare the data"
             )
-        stream: Callable[..., Stream] = PackedTextStream
-        if request.packing == "best_fit":
-            from torchtrain.datasets.best_fit import BestFitStream  # it imports this module
-
-            stream = BestFitStream
-        by_reader = {
+        stream: type[BestFitStream | PackedTextStream]
+        stream = BestFitStream if request.packing == "best_fit" else PackedTextStream
+        by_reader: dict[int, Stream] = {
             reader: stream(self, request, reader, readers)
             for reader in range(request.rows.start // rows_per_reader, request.rows.stop // rows_per_reader)
         }
@@ -420,6 +420,101 @@ class PackedTextStream(Stream):
                 self._token = token + (token > 0)  # it was the last label of a window
                 if self._document or token:
                     self._begun_at = self._number
+
+
+class BestFitStream(Stream):
+    """Packs the documents of one reader, a group at a time; the windows of a group are in a random order.
+
+    What is left of a window is ``IGNORE_INDEX``, and not predicted. The state is the position of the documents before
+    the group, their position after it, and the number of windows that have been drawn from it.
+    """
+
+    def __init__(self, source: TextSource, request: StreamRequest, reader: int, readers: int) -> None:
+        self._documents = PackedTextStream(source, request, reader, readers)
+        self._source = source
+        self._seq_len = request.seq_len
+        self._seed = request.seed
+        self._token_bytes = np.array(request.tokenizer.token_bytes)
+        self._begin = self._end = self._documents.state
+        self._drawn = 0
+        self._group: list[ReadDocument] = []
+        self._windows: list[list[Part]] = []
+
+    @property
+    def state(self) -> State:
+        return (*self._begin, *self._end, self._drawn)
+
+    @state.setter
+    def state(self, state: State) -> None:
+        if len(state) % 2 == 0:
+            raise DataError(f"the saved position in {self._source.name} is of another data.packing")
+        half = len(state) // 2
+        self._begin, self._end, self._drawn = state[:half], state[half:-1], state[-1]
+        self._windows = []
+
+    def resume(self, saved: SavedPosition) -> int:
+        """Continue with the documents after those groups of which windows have been drawn."""
+        half = saved.states.shape[1] // 2
+        begun = saved.states[:, -1:] > 0
+        positions = np.where(begun, saved.states[:, half:-1], saved.states[:, :half])
+        windows_drawn = self._documents.resume(
+            SavedPosition(positions, saved.windows_drawn, saved.seq_len, saved.readers)
+        )
+        if begun.any():
+            logger.info(
+                "%s: with another batch or sequence length, the rest of the open group of %d of %d rows is left out, "
+                "each at most %s tokens and the end of a document",
+                *(self._source.name, begun.sum(), len(begun), f"{GROUP_WINDOWS * (saved.seq_len + 1):,}"),
+            )
+        self._begin = self._end = self._documents.state
+        self._drawn, self._windows = 0, []
+        return windows_drawn
+
+    def fill(
+        self,
+        windows: Sequence[Tokens],
+        windows_drawn: Sequence[int],  # noqa: ARG002
+        sizes: Sequence[Bytes] | None = None,
+    ) -> list[int]:
+        for number, window in enumerate(windows):
+            window[:], begin = IGNORE_INDEX, 0
+            for part in self._next():
+                document, of_part = self._group[part.document], slice(part.offset, part.offset + part.tokens)
+                window[begin : begin + part.tokens] = document.tokens[of_part]
+                if sizes is not None:
+                    shares = byte_shares(document.tokens, self._token_bytes, text_bytes(document.text))
+                    sizes[number][begin : begin + part.tokens] = shares[of_part]
+                begin += part.tokens
+        return [len(window) for window in windows]
+
+    def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
+        state, located = self.state, []
+        for _ in windows_drawn:
+            pieces = [self._group[part.document].piece(part.offset, part.tokens) for part in self._next()]
+            located.append(pieces)
+        self.state = state
+        return located
+
+    def _next(self) -> list[Part]:
+        """The parts of the next window."""
+        if not self._windows:
+            self._read_group()
+        if self._drawn == len(self._windows):
+            self._begin, self._drawn = self._end, 0
+            self._read_group()
+        self._drawn += 1
+        return self._windows[self._drawn - 1]
+
+    def _read_group(self) -> None:
+        self._documents.state = self._begin
+        self._group, tokens = [], 0
+        while tokens < GROUP_WINDOWS * (self._seq_len + 1):
+            self._group.append(self._documents.read_document())
+            tokens += len(self._group[-1].tokens)
+        self._end = self._documents.state
+        packed = pack([len(document.tokens) for document in self._group], self._seq_len)
+        order = permute(np.arange(len(packed)), len(packed), stream_seed(self._seed, *self._begin))
+        self._windows = [packed[number] for number in order]
 
 
 class _Sequence:
