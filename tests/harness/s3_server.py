@@ -1,6 +1,7 @@
 """A local S3 server (moto) with the environment variables that select it, and its objects."""
 
 import logging
+import sys
 from typing import Any
 
 ENVIRONMENT = {
@@ -45,3 +46,5 @@ class S3Server:
 
     def stop(self) -> None:
         self._server.stop()
+        if "s3fs" in sys.modules:  # its file systems keep the address
+            sys.modules["s3fs"].S3FileSystem.clear_instance_cache()
