@@ -68,6 +68,10 @@ LISTED = {
     "python scripts/plot.py outputs/debug_stages -o stages.png": "needs the run of the line above",
     "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
     "config of torchtitan",
+    "tensorboard --logdir s3://my-bucket/my-run/checkpoint/outputs/tensorboard": (
+        "needs a bucket; test_output_copies.py reads one as TensorBoard does"
+    ),
+    "aws s3 sync s3://my-bucket/my-run/checkpoint/outputs outputs/my-run": "needs a bucket",
     "pip install -e .": "needs a package index; run by .ci/run",
     "CONFIG_FILE=run.toml sbatch --array=0-3 --nodes 2 --time 24:00:00 scripts/replicas.slurm": (
         "run with fewer nodes by test_replicas_slurm.py"

@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtrain.config.schema import JobConfig, MetricsConfig, ProfilingConfig, SourceConfig
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.devices import peak_flops
+from torchtrain.logging import BestEffort
 from torchtrain.metrics.history import Run, validation_losses
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
@@ -135,7 +136,7 @@ def test_source_named_samples_is_not_taken_for_generated_samples(
     assert [(e.step, e.value) for e in events.Scalars("source/loss_samples")] == [(4, 3.0)]
     monkeypatch.setattr("torchtrain.plugins.report.report.importlib.util.find_spec", lambda _: None)  # no curves
     run = Run("run", [line], [], [], [])
-    write_report(tmp_path, RunResults(JobConfig(), run, RunDescription("", [], {}), [], []))
+    write_report(tmp_path, RunResults(JobConfig(), run, RunDescription("", [], {}), [], []), BestEffort(""))
     report = (tmp_path / "report.md").read_text()
     assert report.count("## Samples after step 4") == 1
     assert "upon a time" in report

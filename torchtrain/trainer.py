@@ -7,7 +7,7 @@ performs one optimizer step. Only this file determines the order of the componen
 import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.other_formats import Exporter
+from torchtrain.checkpoint.outputs import OutputCopies
 from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.saved_run import SavedRun
@@ -57,7 +58,7 @@ from torchtrain.distributed.process_group import (
     world_size,
 )
 from torchtrain.distributed.replicas import Replicas
-from torchtrain.errors import ConfigError, FaultError, StoppedError
+from torchtrain.errors import ConfigError, FaultError, StoppedError, TorchtrainError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
@@ -68,7 +69,7 @@ from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import validation_losses
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
-from torchtrain.metrics.results import log_results
+from torchtrain.metrics.results import log_results, run_results
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
 from torchtrain.metrics.step_hook import StepHooks
 from torchtrain.metrics.validation import (
@@ -214,6 +215,9 @@ class Trainer:
 
     def build_checkpointer(self, resume_point: ResumePoint) -> None:
         """Build the ``checkpointer``, which saves and loads all state that the next step depends on."""
+        self.output_copies = OutputCopies(
+            self.storage, self.run_folder, lambda: self.train_step.hooks.kept_files, self.write_kept_files
+        )
         self.checkpointer = CheckpointManager(
             self.config.checkpoint,
             self.storage,
@@ -224,6 +228,7 @@ class Trainer:
             self.run_folder,
             step_group=self.gloo_group,
             validation_losses=partial(validation_losses, self.run_folder),
+            after_save=self.output_copies.update,
         )
 
     def load_checkpoint(self) -> int:
@@ -443,6 +448,8 @@ class Trainer:
             log_results(
                 self.config_of_run(), self.description, self.step, self.train_step.hooks, is_complete=not stopped
             )
+            if checkpoint.enable and not stopped:  # a run that is stopped has little time left
+                self.output_copies.store()
         if not checkpoint.enable:
             saved = "only the exported weights are" if exporters(self.config) and not stopped else "nothing is"
             logger.warning("checkpoint.enable = false: %s saved of this run", saved)
@@ -459,6 +466,13 @@ class Trainer:
     def restore_outputs(self) -> None:
         """Restore the metrics in the checkpoint that the run resumes from. On rank 0."""
         self.checkpointer.restore_outputs()
+
+    def write_kept_files(self, step: int) -> None:
+        """Let the hooks write what is kept after the save of ``step``. On rank 0, in the thread of the save."""
+        with suppress(TorchtrainError):  # no step has been logged yet
+            config = self.config_of_run()
+            results = run_results(config, self.description, step, is_complete=False, warn=logger.debug)
+            self.train_step.hooks.write_kept_files(results)
 
     def run_steps(self) -> None:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""

@@ -243,7 +243,7 @@ def disturb(trial: Trial, rounds: list[Callable[[Trial], None]]) -> int:
         print(f"{number}/{len(rounds)} {make.__name__}: newest step {trial.newest()}", flush=True)
     steps = trial.newest() + 4
     trial.expect(trial.start(steps), 0)
-    left = {key.partition("/")[0] for key in trial.server.names()} - {*trial.storage.names(), "lease"}
+    left = {key.partition("/")[0] for key in trial.server.names()} - {*trial.storage.names(), "lease", "outputs"}
     assert not left, left
     assert not [name for name in trial.storage.names() if not name.startswith("step-") or "superseded" in name]
     return steps

@@ -105,6 +105,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     dump_folder: Path | None = None  # the run's: its metrics are stored and restored if the storage asks for it
     step_group: dist.ProcessGroup | None = None  # gloo group of the training thread; saves use another one
     validation_losses: Callable[[], Losses] = dict  # those in the dump folder, for ``keep_best_k``
+    after_save: Callable[[int], None] = lambda _: None  # called on rank 0 with the step, in the thread of the save
 
     def __post_init__(self) -> None:
         self.group, self.lease = self.start.group, self.start.lease
@@ -387,6 +388,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self.rank == 0:
             # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
             self._delete_old(step)
+            self.after_save(step)
 
     def _check_lease(self) -> None:
         self.storage.check_lease(self.lease)

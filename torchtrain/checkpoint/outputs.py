@@ -1,21 +1,23 @@
 """Metrics of a run in its checkpoints: in a bucket, they outlive the disk of the node that wrote them.
 
 They are a compressed tar archive, which is stored in parts ``outputs.tar.gz``, ``outputs.tar.gz.1`` and so on, so that
-one part at a time is in memory.
+one part at a time is in memory. For readers of a run that is training, copies of the files themselves are stored beside
+the checkpoints after each save (``OutputCopies``).
 """
 
 import gzip
 import io
 import tarfile
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any, cast
 
 from torchtrain.checkpoint.format import read_manifest, read_verified
-from torchtrain.checkpoint.storage import StoredCheckpoint
+from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint
 from torchtrain.files import atomic_write, json_object
-from torchtrain.logging import logger
+from torchtrain.logging import BestEffort, logger
 
 OUTPUTS = "outputs.tar.gz"
 PART_BYTES = 16 * 2**20  # of the archive
@@ -24,6 +26,17 @@ TRACKER_RUNS = ("wandb_id", "trackio_run")
 """Files with the id or name of the run in a tracker."""
 PACKED = (METRICS, "tensorboard", *TRACKER_RUNS)
 """Files and folders in the dump folder."""
+COPIED = ("config.toml", METRICS, "tensorboard")
+"""Those of which copies are stored."""
+
+
+def output_files(dump_folder: Path, names: Iterable[str]) -> Iterator[tuple[str, Path]]:
+    """Path in ``dump_folder``, and path, of the files that ``names`` are, or that are in the folders of these names."""
+    for name in names:
+        path = dump_folder / name
+        for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+            if file.is_file() and not file.is_symlink():
+                yield file.relative_to(dump_folder).as_posix(), file
 
 
 def pack_outputs(dump_folder: Path, create: Callable[[str], AbstractContextManager[Any]]) -> None:
@@ -37,16 +50,66 @@ def pack_outputs(dump_folder: Path, create: Callable[[str], AbstractContextManag
         gzip.GzipFile(fileobj=cast(IO[bytes], parts), mode="wb", compresslevel=1) as compressed,
         tarfile.open(fileobj=compressed, mode="w|") as tar,
     ):
-        for name in PACKED:
-            path = dump_folder / name
-            files = sorted(path.iterdir()) if path.is_dir() else [path]
-            for file in files:
-                if file.is_file() and not file.is_symlink():
-                    entry = tarfile.TarInfo(file.relative_to(dump_folder).as_posix())
-                    with file.open("rb") as content:
-                        entry.size = file.stat().st_size  # which is added, although the file may grow meanwhile
-                        tar.addfile(entry, content)
+        for name, file in output_files(dump_folder, PACKED):
+            entry = tarfile.TarInfo(name)
+            with file.open("rb") as content:
+                entry.size = file.stat().st_size  # which is added, although the file may grow meanwhile
+                tar.addfile(entry, content)
     parts.end()
+
+
+class OutputCopies:
+    """Copies of outputs in the dump folder, which ``storage`` keeps beside the checkpoints. On rank 0.
+
+    A failure is logged once, and training continues.
+
+    Args:
+        names: returns the files and folders in ``dump_folder`` that are stored besides ``COPIED``.
+        write: called with a step that has been saved, to bring these files up to date.
+    """
+
+    def __init__(
+        self,
+        storage: CheckpointStorage,
+        dump_folder: Path,
+        names: Callable[[], Iterable[str]],
+        write: Callable[[int], None],
+    ) -> None:
+        self.storage, self.dump_folder = storage, dump_folder
+        self._names, self._write = names, write
+        self._stored: dict[str, tuple[int, int]] = {}  # size and time of change, by name
+        self._writing = BestEffort("the outputs that are copied after a save")
+        self._storing = BestEffort(f"the copies of metrics and reports beside the checkpoints in {storage}")
+        self._lock = threading.Lock()
+
+    def update(self, step: int) -> None:
+        """Store what has changed, after the save of ``step``.
+
+        Called in the thread of the save. While an update after an earlier save is still at work, this does nothing: the
+        next one stores the changes.
+        """
+        if self.storage.keeps_outputs and self._lock.acquire(blocking=False):
+            try:
+                with self._writing:
+                    self._write(step)
+                with self._storing:
+                    self._store()
+            finally:
+                self._lock.release()
+
+    def store(self) -> None:
+        """Store what has changed, as it is now; waits for an update at work."""
+        if self.storage.keeps_outputs:
+            with self._lock, self._storing:
+                self._store()
+
+    def _store(self) -> None:
+        for name, file in output_files(self.dump_folder, (*COPIED, *self._names())):
+            stat = file.stat()
+            version = stat.st_size, stat.st_mtime_ns
+            if self._stored.get(name) != version:
+                self.storage.store_output(name, file)
+                self._stored[name] = version
 
 
 class _PartsWriter:

@@ -187,6 +187,9 @@ class CheckpointStorage(ABC):
         StorageError: the storage does not answer; the same command may succeed later.
     """
 
+    keeps_outputs = False
+    """Whether ``store_output`` stores files, because the storage outlives the disk of the dump folder."""
+
     def __init__(self, location: str) -> None:
         self.location = location
 
@@ -263,6 +266,12 @@ class CheckpointStorage(ABC):
     def read_export_origin(self) -> bytes | None:
         """The ``origin`` of the stored export; empty if there is none, None if the storage keeps no exports."""
         return None
+
+    def store_output(self, name: str, file: Path) -> None:  # noqa: B027
+        """Store a copy of ``file`` in place of an earlier one, under its path ``name`` in the dump folder.
+
+        The file may grow meanwhile. Called in a background thread, only if ``keeps_outputs``.
+        """
 
     def remove_left_overs(self, require_lease: Callable[[], None]) -> None:  # noqa: B027
         """Remove what killed starts have left; afterwards these can no longer complete a checkpoint.

@@ -3,6 +3,7 @@
 import re
 import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from torchtrain.config.registry import MODELS, VALIDATION_PARTS, WEIGHT_FORMATS
@@ -32,15 +33,32 @@ def log_results(
         hooks: they may do more with the results if the run is complete.
         is_complete: the run has ended, and was not stopped before: a run that is stopped has little time left.
     """
-    folder = Path(config.job.dump_folder)
     with BestEffort("the summary of the run"):
-        run = read_run(folder)
-        rows, commands = summarize(run), next_commands(config, step, is_complete=is_complete)
-        if config.checkpoint.enable:
-            rows.append(("checkpoints", f"{config.checkpoint.location(folder)}, the last one step-{step}"))
-        more = hooks.results(RunResults(config, run, description, rows, commands)) if is_complete else ()
-        rows = [*rows, *more, *(("next", command) for command in commands)]
-        logger.info("results of %s:\n%s", run.name, aligned(rows, terminal_width()))
+        results = run_results(config, description, step, is_complete=is_complete)
+        more = hooks.results(results) if is_complete else ()
+        rows = [*results.rows, *more, *(("next", command) for command in results.next_commands)]
+        logger.info("results of %s:\n%s", results.run.name, aligned(rows, terminal_width()))
+
+
+def run_results(
+    config: JobConfig,
+    description: RunDescription,
+    step: int,
+    *,
+    is_complete: bool,
+    warn: Callable[[str], None] = logger.warning,
+) -> RunResults:
+    """The results of a run after ``step``, which is saved; arguments as for ``log_results`` and ``read_run``.
+
+    Raises:
+        TorchtrainError: the dump folder has no metrics of a step.
+    """
+    folder = Path(config.job.dump_folder)
+    run = read_run(folder, warn)
+    rows = summarize(run)
+    if config.checkpoint.enable:
+        rows.append(("checkpoints", f"{config.checkpoint.location(folder)}, the last one step-{step}"))
+    return RunResults(config, run, description, rows, next_commands(config, step, is_complete=is_complete))
 
 
 def summarize(run: Run) -> list[tuple[str, str]]:

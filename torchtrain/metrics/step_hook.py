@@ -15,7 +15,7 @@ from torchtrain.models.loss import TokenLoss
 
 @dataclass(frozen=True)
 class RunResults:
-    """What is known of a run at its end."""
+    """What is known of a run at its end, or after a save."""
 
     config: JobConfig
     run: Run
@@ -33,6 +33,9 @@ class StepHook:
 
     A hook must not modify what it observes. It may call collectives if all ranks have the hook.
     """
+
+    kept_files: Sequence[str] = ()
+    """Files in the dump folder of which copies are stored beside checkpoints in a bucket, on rank 0."""
 
     def before_step(self, step: int, batch: Batch) -> None:
         """Called with the number of the step, counted from 1, and this rank's rows of the global batch."""
@@ -62,12 +65,19 @@ class StepHook:
         """Called on rank 0 when a run is complete. Returns labels and texts for its summary in the log."""
         return ()
 
+    def write_kept_files(self, results: RunResults) -> None:
+        """Called on rank 0 after each save in a bucket, in the thread of the save: bring ``kept_files`` up to date."""
+
 
 class StepHooks(StepHook):
     """Several hooks as one: each method calls that of ``all`` in their order."""
 
     def __init__(self, *hooks: StepHook) -> None:
         self.all = list(hooks)
+
+    @property
+    def kept_files(self) -> Sequence[str]:  # type: ignore[override]
+        return [name for hook in self.all for name in hook.kept_files]
 
     def before_step(self, step: int, batch: Batch) -> None:
         for hook in self.all:
@@ -107,3 +117,7 @@ class StepHooks(StepHook):
             with BestEffort(f"the results of {type(hook).__name__}"):
                 rows += hook.results(results)
         return rows
+
+    def write_kept_files(self, results: RunResults) -> None:
+        for hook in self.all:
+            hook.write_kept_files(results)

@@ -102,7 +102,7 @@ def test_run_killed_in_gcs_ends_like_one_in_a_folder(gcs: GCSServer, tmp_path: P
     assert same_tensors(tensors_in(storage, STEPS), expected)
     assert logged_losses(tmp_path / "empty") == logged_losses(tmp_path / "local")
     folders = {name.partition("/")[0] for name in gcs.objects("bucket", "run/checkpoint/")}
-    assert folders == {*storage.names(), "lease"}  # nothing is left of the kill
+    assert folders == {*storage.names(), "lease", "outputs"}  # nothing is left of the kill
 
     # Copied to a local folder, it resumes there; and the other way round.
     (tmp_path / "copied/checkpoint/step-2").mkdir(parents=True)

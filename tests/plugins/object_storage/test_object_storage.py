@@ -583,7 +583,8 @@ class Uploads:
 def test_uploads_of_older_starts_are_aborted_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = ["run/checkpoint/step-6.2-0123abcd.1/a", "run/checkpoint/step-6.3-0123abcd.1/a", "run/checkpoint/step-6/a"]
     abort = [f"run/checkpoint/step-{step}.1-0123abcd.1/{name}" for step in (4, 6) for name in "ab"]
-    found = Uploads(sorted([*keep, *abort, "run/checkpoint/hf/model.safetensors"]))
+    abort += ["run/checkpoint/hf/model.safetensors", "run/checkpoint/outputs/metrics.jsonl"]
+    found = Uploads(sorted([*keep, *abort]))
     monkeypatch.undo()  # of ``uploads``
     started = storage()
     lease = WriterLease(2, "0" * 32)

@@ -83,7 +83,7 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(
     assert "lacked metrics of other starts of the run: added those in" in output
     assert len(list((tmp_path / "empty/tensorboard").iterdir())) == 2
     folders = {name.split("/")[0] for name in s3_server.objects(bucket, "run/checkpoint/")}
-    assert folders == {*storage.names(), "lease"}  # nothing is left of the kill
+    assert folders == {*storage.names(), "lease", "outputs"}  # nothing is left of the kill
 
     # Copied to a local folder, it resumes there; and the other way round.
     for name, content in s3_server.objects(bucket, f"run/checkpoint/{storage.folder_of(2)}/").items():

@@ -7,6 +7,7 @@ create the same object, one succeeds. The objects below ``checkpoint.folder`` ar
     step-500.3-1f0c.2/__0_0_0.distcp, ...     second save of generation 3
     step-500.3-1f0c.2/manifest.json           created last: now the checkpoint is complete
     step-400.2-77ab.1.superseded.3            a marker of generation 3: the checkpoint does not count any more
+    outputs/metrics.jsonl, ...                copies of metrics and reports after the last save; no start reads them
 
 Only what the newest lease allows counts: the checkpoints that its record names, and the checkpoints and markers of the
 generations from ``since`` on. When a start acquires the lease, ``since`` is the generation of the previous start, which
@@ -21,6 +22,8 @@ import errno
 import io
 import json
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -58,6 +61,7 @@ PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-
 MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|deleted)\.([1-9][0-9]*)")
 LEASE_FILE = re.compile(r"[0-9]{8,}\.json")
 ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``ObjectStore.check_access``
+OUTPUTS = "outputs"  # folder of the copies of metrics and reports
 EXPORT, EXPORT_ORIGIN = "hf", "hf_made_from.json"  # folder of the export, and what it was made from
 HEAD_METHODS = ("info", "cat_file")  # of fsspec, which begin with a HEAD request
 REQUESTS = 8  # at a time
@@ -181,14 +185,17 @@ class ObjectStore:
 
     def upload(self, folder: Path, target: str = "", *, last: Sequence[str]) -> None:
         """Upload the files in a local ``folder``; those named in ``last`` at the end, in this order."""
-        file_system, root = self._opened
 
         def order(file: Path) -> tuple[int, str]:
             return last.index(file.name) if file.name in last else -1, file.name
 
         for file in sorted(folder.iterdir(), key=order):
-            name = f"{target}/{file.name}".lstrip("/")
-            upload_file(file_system, file, f"{root}/{name}", self.url_of(name))
+            self.upload_file(file, f"{target}/{file.name}".lstrip("/"))
+
+    def upload_file(self, file: Path, name: str) -> None:
+        """Upload a local file, and check that the store has it whole."""
+        file_system, root = self._opened
+        upload_file(file_system, file, f"{root}/{name}", self.url_of(name))
 
     def check_access(self) -> None:
         """Create an object, check that it cannot be created again, and delete it. Raises ConfigError."""
@@ -411,6 +418,8 @@ class _State:
 class ObjectStorage(CheckpointStorage):
     """Checkpoints below a URL such as s3://bucket/run/checkpoint."""
 
+    keeps_outputs = True
+
     def __init__(self, location: str) -> None:
         super().__init__(location.rstrip("/"))
         self.store = ObjectStore(self.location, "checkpoint.folder")
@@ -532,6 +541,13 @@ class ObjectStorage(CheckpointStorage):
         except MISSING:
             return b""
 
+    def store_output(self, name: str, file: Path) -> None:
+        with tempfile.NamedTemporaryFile() as copy:  # of one moment: the size of an upload is checked
+            with file.open("rb") as content:
+                shutil.copyfileobj(content, copy)
+            copy.flush()
+            self.store.upload_file(Path(copy.name), f"{OUTPUTS}/{name}")
+
     def new_checkpoint(self, step: int, lease: WriterLease) -> ObjectNewCheckpoint:
         self._saves += 1
         return ObjectNewCheckpoint(self, step, f"step-{step}.{lease.generation}-{lease.id[:8]}.{self._saves}")
@@ -645,7 +661,7 @@ class ObjectStorage(CheckpointStorage):
         for upload in uploads:
             folder = upload["Key"].removeprefix(self.store.key("")).partition("/")[0]
             by = _generation(folder)
-            if folder == EXPORT or (by and (self._own is None or by < self._own.lease.generation)):
+            if folder in (EXPORT, OUTPUTS) or (by and (self._own is None or by < self._own.lease.generation)):
                 require_lease()
                 self.store.abort_upload(upload)
 

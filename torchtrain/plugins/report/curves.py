@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -175,8 +175,8 @@ def panels_of(runs: Sequence[Run]) -> list[str]:
     return [*found, "scores"] if any(names_of(run, SCORES) for run in runs) else found
 
 
-def plot(runs: Sequence[Run], output: Path, over: str = "step", panels: Sequence[str] = ()) -> Figure:
-    """Write the picture, in the format of the name's ending; also returns it.
+def plot(runs: Sequence[Run], output: Path | IO[bytes], over: str = "step", panels: Sequence[str] = ()) -> Figure:
+    """Write the picture, in the format of the name's ending, or as PNG to a binary file; also returns it.
 
     Of runs whose curves coincide, the earlier ones are drawn as wider lines, so that each can be seen.
 

@@ -12,4 +12,5 @@ class ReportConfig(Section, name="report"):
     changes_run = False
 
     enable: bool = True
-    """At the end of the run, write report.md to the dump folder: results and curves."""
+    """At the end of the run, write report.md to the dump folder: results and curves; also at every save of checkpoints
+    in a bucket, where it is stored, too."""

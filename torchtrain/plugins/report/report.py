@@ -14,26 +14,35 @@ REPORT, CURVES = "report.md", "curves.png"
 
 
 class ReportWriter(StepHook):
-    """Writes the report when the run is complete."""
+    """Writes the report when the run is complete, and if checkpoints are in a bucket, after each save."""
+
+    kept_files = (REPORT, CURVES)
+
+    def __init__(self) -> None:
+        self._drawing = BestEffort(CURVES)
+
+    def write_kept_files(self, results: RunResults) -> None:
+        write_report(Path(results.config.job.dump_folder), results, self._drawing)
 
     def results(self, results: RunResults) -> Sequence[tuple[str, str]]:
         folder = Path(results.config.job.dump_folder)
         with BestEffort(REPORT):
-            write_report(folder, results)
+            write_report(folder, results, self._drawing)
             return [("report", str(folder / REPORT))]
         return ()
 
 
-def write_report(folder: Path, results: RunResults) -> None:
-    """Write ``report.md`` to ``folder``, and ``curves.png`` beside it if matplotlib is installed."""
+def write_report(folder: Path, results: RunResults, drawing: BestEffort) -> None:
+    """Write ``report.md`` to ``folder``, and ``curves.png`` beside it, by ``drawing``, if matplotlib is installed."""
     run, description = results.run, results.description
     stages = plan_of(results.config).table()
     lines = [f"# {run.name}", "", *_table(results.rows), ""]
     if importlib.util.find_spec("matplotlib") is not None:
-        with BestEffort(CURVES):
+        with drawing:
             from torchtrain.plugins.report.curves import plot
 
-            plot([run], folder / CURVES)
+            with atomic_write(folder / CURVES) as file:  # which may be copied meanwhile
+                plot([run], file)
             lines += ["## Curves", "", f"![Curves of the run]({CURVES})", ""]
     else:
         lines += ["No curves: matplotlib is not installed (`pip install matplotlib`).", ""]
