@@ -167,16 +167,16 @@ URLS = ["s3://bucket/run", "gs://a/b.parquet", "hdfs://n:9000/x", "file:///tmp/x
 @pytest.mark.parametrize("url", URLS)
 def test_url_is_rejected_for_every_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
     monkeypatch.chdir(tmp_path)
-    options = [
-        *("job.config_file", "model.hf_folder", "model.tokenizer_path", "estimate.output", "estimate.picture"),
-    ]
-    for option in options:
+    for option in ("estimate.output", "estimate.picture", "evaluation.tasks_path"):
         with pytest.raises(ConfigError, match=rf"^{option} = '{url}' must be a local path; URLs are not supported"):
             parse([f"--{option}", url])
     assert not list(tmp_path.iterdir())
 
 
-TAKE_URLS = ("data.path", "validation.path", "prepare.output", "checkpoint.folder")
+TAKE_URLS = (
+    *("data.path", "validation.path", "prepare.output", "checkpoint.folder", "checkpoint.initial_load_path"),
+    *("job.config_file", "model.hf_folder", "model.tokenizer_path"),
+)
 
 
 def test_every_other_path_option_rejects_urls() -> None:
@@ -190,7 +190,7 @@ def test_every_other_path_option_rejects_urls() -> None:
 
     for name, field in options(command_line_type()(), ""):
         # job.dump_folder has a message of its own.
-        if name in (*TAKE_URLS, "job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path"):
+        if name in (*TAKE_URLS, "job.dump_folder"):
             continue
         if re.search(r"path|folder|file$|output|picture", name.rpartition(".")[2]):
             assert LOCAL in rules_of(field.type), name

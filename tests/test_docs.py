@@ -71,6 +71,9 @@ LISTED = {
     "tensorboard --logdir s3://my-bucket/my-run/checkpoint/outputs/tensorboard": (
         "needs a bucket; test_output_copies.py reads one as TensorBoard does"
     ),
+    "./run_llama_train.sh --job.config_file s3://my-bucket/run.toml --model.tokenizer_path s3://my-bucket/tokenizer": (
+        "needs a bucket; test_urls.py trains with one"
+    ),
     "aws s3 sync s3://my-bucket/my-run/checkpoint/outputs outputs/my-run": "needs a bucket",
     "pip install -e .": "needs a package index; run by .ci/run",
     "CONFIG_FILE=run.toml sbatch --array=0-3 --nodes 2 --time 24:00:00 scripts/replicas.slurm": (

@@ -129,7 +129,8 @@ def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) ->
     assert {"name": "config", "configMap": {"name": config_map["metadata"]["name"]}} in pod["volumes"]
     (tmp_path / "run.toml").write_text(config_map["data"]["run.toml"])
     options = [word.replace("/config/", f"{tmp_path}/") for word in words[at + 1 :]]
-    assert parse(options).data.path == "s3://my-bucket/texts"
+    config = parse(options)
+    assert (config.data.path, config.model.tokenizer_path) == ("s3://my-bucket/texts", "s3://my-bucket/tokenizer")
     assert pod["serviceAccountName"] == kinds["ServiceAccount"]["metadata"]["name"]
     resources = container["resources"]["limits"].keys()
     assert ("nvidia.com/gpu" in resources) == (name != "cpu")

@@ -23,7 +23,6 @@ from test_resume_compatibility import toml
 from tokenizers import Tokenizer
 
 from torchtrain import compare as compare_command
-from torchtrain import convert as convert_command
 from torchtrain import generate as generate_command
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.checkpoint.states import parameter_shapes
@@ -227,7 +226,6 @@ def test_run_and_checkpoints_have_the_same_resolved_config(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        (convert_command, ["run", "out", "--tokenizer_path", "https://a.org/t"]),
         (generate_command, ["run", "--prompts_file", "s3://b/p.txt"]),
         (generate_command, ["run", "--prompt", "a", "--output_file", "s3://b/p.txt"]),
         (compare_command, ["run", "--against", "hf://org/model"]),

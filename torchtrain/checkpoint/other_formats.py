@@ -1,7 +1,7 @@
 """Weights in other formats than a checkpoint's, which plugins bring: to start from, and to export at the end."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -18,6 +18,10 @@ class WeightFormat(ABC):
     @abstractmethod
     def recognizes(self, path: Path) -> bool:
         """Whether ``path`` is such a folder."""
+
+    def files_of(self, names: Sequence[str]) -> Sequence[str]:  # noqa: ARG002
+        """Which files of a folder by URL are needed, of those with ``names``; none if it is no such folder."""
+        return ()
 
     @abstractmethod
     def read_config(self, folder: Path) -> DecoderConfig:

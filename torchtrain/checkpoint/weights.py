@@ -19,13 +19,14 @@ from torchtrain.checkpoint.storage import (
     open_storage,
 )
 from torchtrain.config.parse import from_toml, read_table, read_text
-from torchtrain.config.registry import WEIGHT_FORMATS
+from torchtrain.config.registry import URL_READERS, WEIGHT_FORMATS
 from torchtrain.config.schema import CheckpointConfig, JobConfig, ModelConfig, TrainingConfig
-from torchtrain.datasets.tokenizers import JsonTokenizer, Tokenizer
+from torchtrain.config.urls import local_copy, names_at
+from torchtrain.datasets.tokenizers import TOKENIZER_FILES, JsonTokenizer, Tokenizer
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import MISSING, is_url, printable
+from torchtrain.files import MISSING, is_url, printable, scheme_of
 from torchtrain.logging import logger
 from torchtrain.models.model_config import given, longest_context, to_model_section
 from torchtrain.models.spec import DecoderConfig, spec_of
@@ -154,10 +155,22 @@ def find_checkpoint(path: str | Path) -> StoredCheckpoint:
 
 
 def find_weights(path: str | Path) -> StoredCheckpoint | Path:
-    """``path`` as a Path if it is a folder of one of the ``WEIGHT_FORMATS``, else the checkpoint that it names."""
-    if not is_url(path) and any(WEIGHT_FORMATS[name].recognizes(Path(path)) for name in WEIGHT_FORMATS):
+    """The Path of a folder of one of the ``WEIGHT_FORMATS``, or of a copy of it, else the checkpoint that it names."""
+    if is_url(path):
+        return fetch_folder(str(path)) or find_checkpoint(path)
+    if any(WEIGHT_FORMATS[name].recognizes(Path(path)) for name in WEIGHT_FORMATS):
         return Path(path)
     return find_checkpoint(path)
+
+
+def fetch_folder(url: str) -> Path | None:
+    """A local copy of ``url`` if it is a folder of one of the ``WEIGHT_FORMATS``. Raises as ``local_copy``."""
+    if scheme_of(url) not in URL_READERS:  # the checkpoint storage of a plugin
+        return None
+    names = names_at(url, "the path")
+    files = (WEIGHT_FORMATS[name].files_of(names) for name in WEIGHT_FORMATS)
+    needed = next(filter(None, files), None)
+    return None if needed is None else local_copy(url, "the path", needed)
 
 
 def format_of(folder: Path) -> WeightFormat:
@@ -233,7 +246,8 @@ def resolve_model_section(model: ModelConfig) -> ModelConfig:
     Raises:
         CheckpointError: the folder does not contain a supported model.
     """
-    found = WEIGHT_FORMATS["huggingface"].read_config(Path(model.hf_folder))
+    folder = local_copy(model.hf_folder, "model.hf_folder", TOKENIZER_FILES)  # config.json is among them
+    found = WEIGHT_FORMATS["huggingface"].read_config(folder)
     explicit = to_model_section(found, model.tokenizer_path or model.hf_folder)
     changes = given(model.shape)
     if "rope_scaling" in changes:

@@ -29,11 +29,11 @@ from torchtrain.config.schema import (
     JobSection,
     default_options,
     key_of,
-    require_local,
     section_of,
     section_types,
     to_dict,
 )
+from torchtrain.config.urls import local_copy
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file
 
@@ -69,7 +69,6 @@ def parse(
         SystemExit: after ``--help``, or because the command line is invalid.
     """
     file = config_file(argv)
-    require_local(file, "job.config_file")
     # tyro names an option after its field, whose name cannot be a keyword of Python.
     argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
     argv = with_batch_schedule(argv)
@@ -238,9 +237,11 @@ def from_file(path: str, *, checked: bool = True) -> JobConfig:
 
 
 def read_text(path: str) -> str:
-    """The text of the config file ``path``. Raises ConfigError if there is none, or if it is not UTF-8."""
+    """The text of the config file ``path``, also a URL. Raises ConfigError if there is none, or if it is not UTF-8."""
     try:
-        return read_file(Path(path)).decode("utf-8-sig")  # editors on Windows may add a byte order mark
+        return read_file(local_copy(path, "job.config_file")).decode(
+            "utf-8-sig"
+        )  # editors on Windows may add a byte order mark
     except MISSING:
         configs = {Path(file).stem: file for file in [*train_configs(), *_configs_in(Path(path).parent)]}
         near = difflib.get_close_matches(Path(path).stem, configs, n=1)

@@ -194,6 +194,13 @@ CHECKPOINT_STORAGES = Registry(
 """Subclasses of ``checkpoint.storage.CheckpointStorage``, by the scheme of their URLs."""
 
 
+URL_READERS = Registry(
+    "the scheme of a URL",
+    of_plugins=dict.fromkeys((*OBJECT_STORE_SCHEMES, "http", "https"), "torchtrain.plugins.object_storage"),
+)
+"""Instances of ``config.urls.URLReader``, by the scheme of the URLs that options name files by."""
+
+
 GRADIENT_REDUCERS = Registry(
     "training.sums",
     {"fast": "torchtrain.distributed.gradient_reducer:GradientReducer"},

@@ -179,8 +179,8 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class JobSection(Section, name="job"):
     """Config file, folder of the outputs, device."""
 
-    config_file: LocalPath = ""
-    """TOML file with the options of the run. Options on the command line override it."""
+    config_file: str = ""
+    """TOML file with the options of the run, also by URL. Options on the command line override it."""
     dump_folder: Annotated[str, (LOCAL_OUTPUTS, lambda value: not is_url(value))] = ""
     """Folder for all outputs of the run: checkpoints, metrics, traces and the resolved config. Empty: outputs/NAME,
     where NAME is the name of the config file without its ending."""
@@ -264,17 +264,17 @@ class ModelConfig(Section, name="model"):
     """Size within the model family. Empty: all sizes are set in [model.shape]. llama2: debugmodel, 7B, 13B, 70B;
     llama3: debugmodel, 1B, 3B, 8B, 70B, 405B; mistral: debugmodel; qwen2: debugmodel; qwen3: debugmodel, 0.6B, 1.7B,
     4B, 8B, 14B, 32B."""
-    hf_folder: LocalPath = ""
-    """Folder of a Hugging Face model of one of these families. Its config.json replaces name and flavor, and its
-    tokenizer is used unless tokenizer_path is set. Its weights are loaded only if checkpoint.initial_load_path names
-    the folder, too."""
+    hf_folder: str = ""
+    """Folder of a Hugging Face model of one of these families, or a URL such as s3://bucket/model. Its config.json
+    replaces name and flavor, and its tokenizer is used unless tokenizer_path is set. Its weights are loaded only if
+    checkpoint.initial_load_path names the folder, too."""
     vocab_size: int | None = None
     """Vocabulary size: the rows of the embedding and of the output layer. It must be at least the number of token ids
     of the tokenizer. None: that number, or the vocab_size of hf_folder."""
-    tokenizer_path: LocalPath = ""
+    tokenizer_path: str = ""
     """Tokenizer: a Hugging Face tokenizer.json, a SentencePiece model, a tiktoken rank file as Llama 3 has
-    (tokenizer.model), or a folder with one of them. Empty: the tokenizer of hf_folder, or the small one in the
-    package."""
+    (tokenizer.model), or a folder with one of them; or a URL of these. Empty: the tokenizer of hf_folder, or the small
+    one in the package."""
     shape: ModelOverrides = field(default_factory=ModelOverrides)
     """[model.shape]: overrides of the flavor, such as dim = 768 or n_layers = 12."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -755,7 +755,7 @@ class CheckpointConfig(Section, name="checkpoint"):
     load_step: Annotated[int, at_least(-1)] = -1
     """Step of the checkpoint to resume from. -1: the latest."""
     initial_load_path: str = ""
-    """Initial weights of a new run: the folder of a run, a step-N in it, a URL of these, or a Hugging Face folder. A
+    """Initial weights of a new run: the folder of a run, a step-N in it, a Hugging Face folder, or a URL of these. A
     run that has a checkpoint of its own resumes from that instead."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """disabled: training waits until a checkpoint is on disk. async: training continues when the state has been copied

@@ -18,12 +18,25 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
+from torchtrain.config.urls import local_copy
 from torchtrain.errors import TokenizerError
 from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.logging import logger
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    *(
+        TOKENIZER_JSON,
+        "tokenizer.model",
+        TOKENIZER_CONFIG,
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+    ),
+    *("merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
+)
+"""Files of a tokenizer, and those beside it that say how it is used."""
 
 
 class Tokenizer(ABC):
@@ -114,14 +127,15 @@ class Tokenizer(ABC):
 
 
 def tokenizer_file(path: str = "") -> Path:
-    """The file of the tokenizer ``model.tokenizer_path``; ``""`` is the small one in the package.
+    """The file of the tokenizer ``model.tokenizer_path``, or its copy; ``""`` is the small one in the package.
 
-    In a folder that is ``tokenizer.json`` before ``tokenizer.model``, as with transformers.
+    In a folder that is ``tokenizer.json`` before ``tokenizer.model``, as with transformers. Raises as ``local_copy``.
     """
     if not path:
         return Path(__file__).parent.parent / "assets" / "tokenizer.model"
-    inside = [Path(path, name) for name in (TOKENIZER_JSON, "tokenizer.model")]
-    return next((file for file in inside if file.is_file()), Path(path))
+    found = local_copy(path, "model.tokenizer_path", TOKENIZER_FILES)
+    inside = [found / name for name in (TOKENIZER_JSON, "tokenizer.model")]
+    return next((file for file in inside if file.is_file()), found)
 
 
 def load_tokenizer(path: str = "") -> Tokenizer:
@@ -131,14 +145,15 @@ def load_tokenizer(path: str = "") -> Tokenizer:
 
     Raises:
         TokenizerError: the file is missing, unreadable, or no tokenizer of the three kinds.
+        ConfigError, StorageError: see ``local_copy``.
     """
     file = tokenizer_file(path)
     try:
         content = read_file(file)
     except MISSING as error:
-        reason = f"no {TOKENIZER_JSON} or tokenizer.model is in it" if Path(path).is_dir() else error.strerror
+        reason = f"no {TOKENIZER_JSON} or tokenizer.model is in it" if file.is_dir() else error.strerror
         raise TokenizerError(
-            f"cannot read model.tokenizer_path = {path!r}: {reason} (looked for {Path(path).absolute()}). It must be a "
+            f"cannot read model.tokenizer_path = {path!r}: {reason} (looked for {file.absolute()}). It must be a "
             f"{TOKENIZER_JSON}, a SentencePiece "
             "model or Llama 3's tiktoken rank file, or a folder with one of them"
         ) from None

@@ -122,7 +122,6 @@ class HarnessModel(HarnessBase):
                 f"--model_args has {', '.join(unknown) or 'no checkpoint=FOLDER'}; torchtrain takes checkpoint, dtype, "
                 "tokenizer_path and weights"
             )
-        require_local(tokenizer_path, "tokenizer_path in --model_args")
         if str(batch_size).startswith("auto"):
             batch_size = 8
         if not str(batch_size).isdecimal() or int(batch_size) < 1:

@@ -11,7 +11,7 @@ import tyro
 
 from torchtrain.cli import command
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import Count, LocalPath, check_values
+from torchtrain.config.schema import Count, check_values
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class ConvertOptions:
     """ema: the averaged weights that a run with ema.enable saves."""
     average: Count = 1
     """Average the weights of this number of newest checkpoints of a run."""
-    tokenizer_path: LocalPath = ""
-    """The model's tokenizer, a file or folder. Default: that of the checkpoint's config or in the source."""
+    tokenizer_path: str = ""
+    """The model's tokenizer, a file or folder, or a URL. Default: that of the checkpoint's config or in the source."""
     import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
     """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 

@@ -15,7 +15,13 @@ from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
 from torchtrain.checkpoint.storage import MANIFEST, StoredCheckpoint
-from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_checkpoints, require_one_kind
+from torchtrain.checkpoint.weights import (
+    begins_with_bos,
+    check_tokenizer,
+    fetch_folder,
+    find_checkpoints,
+    require_one_kind,
+)
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
@@ -127,6 +133,9 @@ class SourceWeights:
 
 def open_source(source: str | Path, tokenizer_path: str, weights: str, average: int) -> SourceWeights:
     """Detect the format of ``source``, a path or URL, and open it."""
+    if is_url(source) and (copy := fetch_folder(str(source))) is not None:
+        require_one_kind(copy, weights if average == 1 else f"--average {average}")
+        return hf_source(copy, tokenizer_path or str(source))
     path = Path(source)
     is_hf = not is_url(source) and is_hf_folder(path)
     if not is_hf and (is_url(source) or not (path / "params.json").is_file()):

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
-from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.datasets.tokenizers import TOKENIZER_FILES, load_tokenizer, tokenizer_file
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError
@@ -316,6 +316,16 @@ class HuggingFaceFolder(WeightFormat):
 
     def recognizes(self, path: Path) -> bool:
         return is_hf_folder(path)
+
+    def files_of(self, names: Sequence[str]) -> Sequence[str]:
+        weights = [name for name in names if name.endswith(".safetensors")]
+        if CONFIG_FILE not in names or not weights:
+            return ()
+        if WEIGHTS_FILE in weights:  # see ``_files``
+            weights = [WEIGHTS_FILE]
+        elif INDEX_FILE in names:  # which names none of Mistral's copies in another format
+            weights = [name for name in weights if not name.startswith("consolidated")]
+        return [*weights, *(name for name in names if name == INDEX_FILE or name in TOKENIZER_FILES)]
 
     def read_config(self, folder: Path) -> DecoderConfig:
         return read_hf_config(folder)

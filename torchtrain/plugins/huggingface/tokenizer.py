@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Library
 from torchtrain.datasets.tokenizers import (
     LLAMA3_PATTERN,
     TOKENIZER_CONFIG,
+    TOKENIZER_FILES,
     TOKENIZER_JSON,
     JsonTokenizer,
     SentencePieceTokenizer,
@@ -29,10 +30,7 @@ from torchtrain.plugins.huggingface.config import CONFIG_FILE
 GENERATION_CONFIG = "generation_config.json"
 _PROTO: Any = sentencepiece_model_pb2.ModelProto  # type: ignore[attr-defined]  # protobuf adds it at import
 # Other files of a tokenizer, which are copied together with its tokenizer.json.
-BESIDE = (
-    *(TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model"),
-    *("chat_template.jinja", "chat_template.json", GENERATION_CONFIG),
-)
+BESIDE = tuple(name for name in TOKENIZER_FILES if name not in (TOKENIZER_JSON, CONFIG_FILE))
 
 
 def write_hf_tokenizer(folder: Path, tokenizer: Tokenizer, file: Path, *, bos: bool, eos_ids: Sequence[int]) -> None:

@@ -242,14 +242,26 @@ def upload_file(file_system: fsspec.AbstractFileSystem, source: Path, path: str,
         info = with_timeout(file_system, "info")(path)
         if info["size"] != size:
             raise ConnectionError(f"the store has {info['size']} bytes of an upload of {size}")
-        md5 = info.get("md5Hash")  # of Google Cloud Storage; S3's client sends a checksum that the store compares
-        if md5 and base64.b64decode(md5) != _md5(source):
+        md5 = md5_of(info)  # S3's client sends a checksum that the store compares
+        if md5 and md5 != md5_of_file(source):
             raise ConnectionError("the store has another MD5 than the uploaded file")
 
     with_store_retries(upload, url)
 
 
-def _md5(file: Path) -> bytes:
+def md5_of(info: Mapping[str, Any]) -> bytes | None:
+    """The MD5 of an object that Google Cloud Storage or Azure has in its ``info``; None if there is none.
+
+    S3's client itself compares a checksum.
+    """
+    if info.get("md5Hash"):
+        return base64.b64decode(info["md5Hash"])
+    md5 = (info.get("content_settings") or {}).get("content_md5")
+    return bytes(md5) if md5 else None
+
+
+def md5_of_file(file: Path) -> bytes:
+    """The MD5 of a local file."""
     digest = hashlib.md5(usedforsecurity=False)
     with file.open("rb") as opened:
         while block := opened.read(BLOCK_BYTES):
@@ -325,13 +337,16 @@ def _status(error: Any) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    for status in (response, getattr(response, "status_code", None), *(getattr(error, k, None) for k in _STATUS_KEYS)):
+    if not isinstance(response, int | None):
+        response = getattr(response, "status_code", None)
+    for key in ("response", *_STATUS_KEYS):
+        status = response if key == "response" else getattr(error, key, None)
         if isinstance(status, int) and 100 <= status < 600:
             return status
     return None
 
 
-_STATUS_KEYS = ("status_code", "status", "code")
+_STATUS_KEYS = ("status_code", "status", "code")  # the last one is not read of aiohttp, which warns of it
 
 
 def error_code(error: Any) -> str | None:
