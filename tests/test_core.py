@@ -30,6 +30,7 @@ from torchtrain.checkpoint.weights import checkpoint_folders
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import Count, Section, section_of
+from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.plugins.comparison.runs import open_run
 from torchtrain.plugins.stages.configs import stage_configs
@@ -163,6 +164,9 @@ def test_folders_of_a_missing_plugin_are_named(tmp_path: Path) -> None:
     assert f"{needs}prepared_data, which is not installed" in error_of("core", f"--data.path={prepared}")
     assert f"{needs}huggingface, which is not" in error_of("core", f"--checkpoint.initial_load_path={weights}")
     assert f"{needs}remote_data, which is not installed" in error_of("core", "--data.path=s3://bucket/text")
+    for option in ("model.tokenizer_path", "job.config_file"):
+        message = error_of("core", f"--{option}=s3://bucket/file")
+        assert f"{option} = 's3://bucket/file': its scheme = 's3' {needs}object_storage, which is not" in message
     command = [sys.executable, "-c", f"{NO_EDITABLE}\nimport torchtrain.prepare\nsys.exit(torchtrain.prepare.main([]))"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "local")}
     result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
@@ -208,6 +212,7 @@ from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config import registry
 from torchtrain.config.run_plan import RunPlan
 from torchtrain.config.schema import Count, Section, section_of
+from torchtrain.config.urls import URLReader
 from torchtrain.checkpoint.other_formats import Exporter, WeightFormat
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_source import FolderFormat
@@ -317,6 +322,8 @@ class Plain(Exporter, WeightFormat):
         torch.save((model, weights), Path(config.job.dump_folder, "weights.pt"))
     def recognizes(self, path):
         return (path / "weights.pt").exists()
+    def files_of(self, names):
+        return [name for name in names if name == "weights.pt"]
     def read_config(self, folder):
         return torch.load(folder / "weights.pt", weights_only=False)[0]
     def load(self, tensors, folder, model):
@@ -324,6 +331,14 @@ class Plain(Exporter, WeightFormat):
             local(tensors[name]).copy_(tensor)
 
 registry.WEIGHT_FORMATS.add("plain", Plain())
+
+class Here(URLReader):
+    def names(self, url, option):
+        return [path.name for path in self.fetch(url, option).iterdir()]
+    def fetch(self, url, option, names=()):
+        return Path(url.removeprefix("here://"))
+
+registry.URL_READERS.add("here", Here())
 
 @registry.EXPORTERS.register("plain")
 def plain(config):
@@ -377,6 +392,9 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     options += ["--optimizer.name=sign", f"--checkpoint.folder=mine://{tmp_path / 'saved'}", "--metrics.writers=lines"]
     options += [f"--data.path={text}", "--data.type=same_files"]
     options += ["--validation.enable", f"--validation.path={tmp_path / 'boxed'}", "--validation.interval=4"]
+    (tmp_path / "tokenizer").mkdir()
+    shutil.copy(tokenizer_file(), tmp_path / "tokenizer")
+    options += [f"--model.tokenizer_path=here://{tmp_path / 'tokenizer'}"]
     options += ["--training.sums=as_fsdp", "--model.name=example_llama", "--model.flavor=debugmodel"]
     command = [sys.executable, "-m", "torchtrain.train", *options]
     environment = {**os.environ, "PYTHONPATH": f"{site}:{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -399,9 +417,12 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
 
     assert "  --example.answer INTEGER  (default: 1; config file: 41)\n      The answer." in run("--help", "example")
     assert "example.answer = -1 must be at least 1" in run("--example.answer=-1")
-    # Weights in a format of the plugin: the export of a run, and the start of another, which does not change them.
+    # Weights in a format of the plugin, by a URL of the plugin: the export of a run, and the start of another, which
+    # does not change them.
     second = [f"--job.dump_folder={tmp_path / 'second'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_second'}"]
-    assert "done: step 4" in run(*second, f"--checkpoint.initial_load_path={tmp_path / 'run'}", "--optimizer.lr=1e-30")
+    assert "done: step 4" in run(
+        *second, f"--checkpoint.initial_load_path=here://{tmp_path / 'run'}", "--optimizer.lr=1e-30"
+    )
     exported = [torch.load(tmp_path / name / "weights.pt", weights_only=False)[1] for name in ("run", "second")]
     assert all(torch.equal(exported[0][name], exported[1][name]) for name in exported[0])
     # A run that a plugin divides into two parts has the same steps.

@@ -84,9 +84,9 @@ def _log_once(error: TorchtrainError, *, only_this_rank: bool = False) -> None:
         only_this_rank: whether ``error`` may have been raised on this rank only, even after initialization.
     """
     if not is_first_rank():
-        # Without torch the config was rejected, by all ranks with the same message.
+        # Without torch the config was rejected, by all ranks with the same message, unless a machine cannot read it.
         dist = sys.modules.get("torch.distributed")
-        raised_on_all = dist is None or dist.is_initialized()
+        raised_on_all = not error.of_machine if dist is None else dist.is_initialized()
         if not (raised_on_all and only_this_rank):
             if raised_on_all or "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(error, StoppedError):
                 return

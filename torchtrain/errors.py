@@ -23,6 +23,8 @@ class TorchtrainError(Exception):
 
     exit_code = 2
     """Exit code of the command, as documented in docs/faults.md."""
+    of_machine = False
+    """Whether other machines may not have the error, even while the config is read, which is the same on all."""
 
 
 class ConfigError(TorchtrainError):

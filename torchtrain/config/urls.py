@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtrain.config.registry import URL_READERS
+from torchtrain.errors import TorchtrainError
 from torchtrain.files import local_path, scheme_of
 
 
@@ -39,7 +40,14 @@ def local_copy(location: str, option: str, names: Sequence[str] = ()) -> Path:
         ConfigError, StorageError: see ``URLReader``.
     """
     path = local_path(location)
-    return _reader(location, option).fetch(location, option, names) if path is None else path
+    if path is not None:
+        return path
+    reader = _reader(location, option)
+    try:
+        return reader.fetch(location, option, names)
+    except TorchtrainError as error:
+        error.of_machine = True  # which may have other credentials
+        raise
 
 
 def names_at(url: str, option: str) -> list[str]:

@@ -12,6 +12,9 @@ from s3_server import S3Server
 from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.plugins.object_storage import cached_copies
+from torchtrain.plugins.object_storage.object_store import md5_of, md5_of_file
 from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 STEPS = 4
@@ -98,3 +101,17 @@ def test_storage_that_cannot_be_used_is_an_error_before_training(case: str, azur
     }
     assert message[case] in run.output(), run.output()
     assert "AccountKey" not in run.output()
+
+
+@pytest.mark.slow
+def test_tokenizer_by_url_has_the_md5_of_the_store(
+    azure: AzureServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = f"{azure.make_container('tokenizers')}/llama"
+    azure.upload("tokenizers", "llama/tokenizer.model", tokenizer_file().read_bytes())
+    md5s: list[bytes | None] = []
+    monkeypatch.setattr(cached_copies, "md5_of", lambda info: md5s.append(md5_of(info)) or md5s[-1])
+    for url in (f"az://{folder}", f"az://{folder}/tokenizer.model"):
+        assert load_tokenizer(url).identity == load_tokenizer().identity
+    assert set(md5s) == {md5_of_file(tokenizer_file())}

@@ -15,6 +15,9 @@ from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
+from torchtrain.plugins.object_storage import cached_copies
+from torchtrain.plugins.object_storage.object_store import md5_of, md5_of_file
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
 from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
@@ -150,3 +153,17 @@ def test_data_prepared_in_gcs_have_the_same_bytes_and_batches(gcs: GCSServer, tm
     assert tokens
     assert {name: gcs.objects("bucket", "prepared/")[name] for name in tokens} == tokens
     assert take(make_loader(DataConfig(path=url)), 5).equal(take(make_loader(DataConfig(path=str(local))), 5))
+
+
+@pytest.mark.usefixtures("gcs")
+def test_tokenizer_by_url_has_the_md5_of_the_store(
+    gcs: GCSServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ObjectStore("gs://bucket/tokenizer", "option").write("tokenizer.model", tokenizer_file().read_bytes())
+    md5s: list[bytes | None] = []
+    monkeypatch.setattr(cached_copies, "md5_of", lambda info: md5s.append(md5_of(info)) or md5s[-1])
+    for url in ("gs://bucket/tokenizer", "gs://bucket/tokenizer/tokenizer.model"):
+        assert load_tokenizer(url).identity == load_tokenizer().identity
+    assert set(md5s) == {md5_of_file(tokenizer_file())}
+    assert gcs.objects("bucket", "tokenizer/").keys() == {"tokenizer.model"}

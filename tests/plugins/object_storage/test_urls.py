@@ -4,6 +4,8 @@ import functools
 import os
 import shutil
 import socketserver
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from torchtrain.errors import ConfigError, StorageError
 from torchtrain.plugins.object_storage import cached_copies, object_store
 from torchtrain.plugins.object_storage.cached_copies import _fetch, _Store
 
+ROOT = Path(__file__).parents[3]
 STEPS = ("--training.steps", "2")
 
 
@@ -299,6 +302,15 @@ def test_file_of_a_web_server(web: str, tmp_path: Path) -> None:
     (tmp_path / "web/run.toml").write_text("[training]\nsteps = 8\n")  # of the same size, without an ETag
     _fetch.cache_clear()
     assert parse(["--job.config_file", f"{web}/run.toml"]).training.steps == 8
+
+
+def test_machine_that_cannot_read_the_config_says_so(web: str) -> None:
+    """Also if its ranks are not the first, as other machines may have no error."""
+    command = [sys.executable, "-m", "torchtrain.train", "--job.config_file", f"{web}/no.toml"]
+    environment = {**os.environ, "RANK": "8", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "run"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert f"error: job.config_file = '{web}/no.toml' does not exist" in result.stderr
 
 
 @pytest.mark.usefixtures("quick")
