@@ -1,5 +1,6 @@
 """Chunked cross entropy equals plain cross entropy: values, gradients, and gradients under FSDP."""
 
+import weakref
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss.output_loss import OutputLoss
+from torchtrain.models.loss.z_loss import cross_entropy_with_z
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.plugins.planner.instrument import instrument
 from torchtrain.plugins.planner.recorder import StepRecorder
@@ -88,6 +90,19 @@ def test_z_loss_does_not_increase_peak_memory(tokens: int, dtype: torch.dtype) -
     assert peaks[1] <= peaks[0]
 
 
+def test_z_loss_saves_no_float32_logits_for_backward() -> None:
+    logits = torch.randn(2, 40, VOCAB, dtype=torch.bfloat16, requires_grad=True)
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        cross_entropy_with_z(logits, torch.randint(VOCAB, (2, 40)), 1e-4)
+    assert logits.nbytes < sum(saved.values()) < 1.2 * logits.nbytes  # and some numbers of each token
+
+
 class LargestTensor(TorchDispatchMode):
     """Records the number of elements of the largest result of any operation, in forward and backward."""
 
@@ -109,6 +124,19 @@ def test_chunked_loss_never_materializes_all_logits() -> None:
     with LargestTensor() as chunked:
         loss_and_gradients(OutputLoss(40), hidden, output, labels)
     assert chunked.numel == max(40 * VOCAB, hidden.numel())
+
+
+@pytest.mark.parametrize("dim", [16, 1024])  # with the gradient of the weight, or of the logits
+def test_logits_of_a_chunk_are_freed_before_those_of_the_next(dim: int) -> None:
+    output = nn.Linear(dim, VOCAB, bias=False)
+    hidden = torch.randn(4, 200, dim, requires_grad=True)
+    labels = torch.randint(VOCAB, (4, 200))
+    logits: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+    output.register_forward_pre_hook(lambda *_: alive.append(sum(of_chunk() is not None for of_chunk in logits)))
+    output.register_forward_hook(lambda _layer, _inputs, result: logits.append(weakref.ref(result)))
+    loss_and_gradients(OutputLoss(40), hidden, output, labels)
+    assert alive == [0] * 20
 
 
 class ScaledLinear(nn.Linear):
