@@ -119,4 +119,6 @@ def problems(lowered: Lowered, attention: str, gpu: str = "h100-80") -> list[str
             found.append(f"rank {rank.rank}: attention by {rank.attention or 'no fused kernel'}")
     if attention == "flex" and sum("flex_attention" in kernel.name for kernel in code.kernels) < 2:
         found.append("flex_attention has no kernels for forward and backward")
+    if attention == "flex" and not any(graph.name.startswith("document_mask.") for graph in code.graphs):
+        found.append("the document mask is not compiled, and has all pairs of tokens")
     return found
