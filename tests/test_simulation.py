@@ -27,7 +27,7 @@ from torchtrain.config.schema import EMAConfig
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.models.llama.model import FeedForward, attend
 from torchtrain.optimizers import ema
-from torchtrain.parallelisms import activation_checkpoint
+from torchtrain.parallelisms import activation_checkpoint, pipeline_llama
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,
     choose_attention_backend,
@@ -82,6 +82,7 @@ def check(report: Report, *, offload: bool = False) -> None:
     assert report.disagreements == []
     assert report.rounded_gradients == set()  # training.mixed_precision_reduce is float32
     assert report.unexpected_dtypes == set()
+    assert report.single_messages == 0
     if not offload:  # with offload the host makes the update, and waits for the gradient norm
         assert report.readbacks == []
         assert report.host_work == set()
@@ -143,6 +144,18 @@ def with_version_marks(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", with_version_marks(MATRIX))
 def test_layout_has_matching_collectives_and_no_host_synchronization(on_gpu: Reports, name: str) -> None:
     check(on_gpu(name))
+
+
+@pytest.mark.parametrize("name", with_version_marks(MATRIX))
+def test_attention_of_a_layout_has_a_fused_kernel(on_gpu: Reports, name: str) -> None:
+    options = MATRIX[name][1]
+    kernel = "_scaled_dot_product_flash_attention"
+    if options.get("data.document_mask"):
+        kernel = "flex_attention"
+    elif options.get("training.mixed_precision_param") == "float32":
+        kernel = "_scaled_dot_product_efficient_attention"
+    for seen in on_gpu(name).ranks:
+        assert seen.attention == {kernel, f"{kernel}_backward"}
 
 
 def test_exact_sums_reduce_integers_on_every_axis(gpu: fake_cuda.Worker) -> None:
@@ -468,6 +481,21 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 def test_collectives_in_another_order_are_detected(gpu: fake_cuda.Worker) -> None:
     report = simulate(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
     assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 48 bytes"]
+
+
+def messages_one_by_one() -> AbstractContextManager[Any]:
+    def send_and_receive(*messages: dist.P2POp) -> None:
+        for work in [m.op(m.tensor, m.peer, m.group) for m in messages]:
+            work.wait()
+
+    return patch.object(pipeline_llama, "_wait", send_and_receive)
+
+
+def test_messages_outside_of_a_batch_are_detected(gpu: fake_cuda.Worker) -> None:
+    """Of the gradient of tied embeddings, in each of two steps on the two ranks that hold them."""
+    options = {**layout(pipeline=2), f"{P}pipeline_parallel_schedule": "1F1B"}
+    report = simulate(gpu, 4, options, shape={**TWO_LAYERS, "tied_embeddings": True}, fault=messages_one_by_one)
+    assert report.single_messages == 2 * 2 * 2
 
 
 def additional_collective_on_the_last_rank() -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """Simulate training steps of a config on a fake GPU and report on them; runs inside ``fake_cuda.Worker``."""
 
 import re
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -74,6 +75,7 @@ class SynchronizationRecorder(StepRecorder):
         self.reductions: set[tuple[str, str, torch.dtype, int]] = set()
         self.products: set[tuple[str, str, torch.dtype]] = set()
         self.sent: set[tuple[str, str, torch.dtype, int]] = set()
+        self.single_messages = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].device.type == self.device_type:
@@ -89,6 +91,7 @@ class SynchronizationRecorder(StepRecorder):
             summands = tensors_in(args)[-1]  # after the output, where it is an argument
             call = self.axes.get(found[1].group_name, "all"), found[0], summands.dtype, summands.ndim
             self.sent.add(call)
+            self.single_messages += found[0] in ("send", "recv") and not is_in_a_batch()
             if "reduce" in found[0]:
                 self.reductions.add(call)
         if func.is_view or func.overloadpacket in VIEWS or func.namespace not in ("aten", "fsdp"):
@@ -101,6 +104,12 @@ class SynchronizationRecorder(StepRecorder):
             waits = not (kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
             if name in ("copy_", "_to_copy") and waits and inputs[-1].device.type == own != outputs[0].device.type:
                 self.readbacks.append(f"{name} in {self.phase}")
+
+
+def is_in_a_batch() -> bool:
+    """Whether ``batch_isend_irecv`` is on the stack, or torch's schedule, which only sends or only receives else."""
+    names = ("batch_isend_irecv", "_batch_p2p")
+    return any(frame.f_code.co_name in names for frame, _ in traceback.walk_stack(None))
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,7 @@ class RankRecord:
     reductions: set[tuple[str, str, torch.dtype, int]]  # axis, operation, dtype and dimensions of the summands
     products: set[tuple[str, str, torch.dtype]]  # operation, phase and dtype of matrix products and attention
     sent: set[tuple[str, str, torch.dtype, int]]  # as ``reductions``, of all collectives
+    single_messages: int  # NCCL makes two ranks that both send first, and then receive, wait for each other
 
 
 @dataclass(frozen=True)
@@ -150,6 +160,11 @@ class Report:
         """Reductions in less than float32, except those of activations of shape (bs, seq, ...)."""
         reductions = set().union(*(seen.reductions for seen in self.ranks))
         return {r for r in reductions if r[2].itemsize < 4 and not (r[0] in ("tensor", "context") and r[3] >= 3)}
+
+    @property
+    def single_messages(self) -> int:
+        """Messages that are sent or received alone, not in a batch."""
+        return sum(seen.single_messages for seen in self.ranks)
 
     @property
     def readbacks(self) -> list[str]:
@@ -241,7 +256,8 @@ def run(
         assert isinstance(recorder, SynchronizationRecorder)
         attention = {o.name for o in step.operations if "attention" in o.name}
         noted = recorder.readbacks, recorder.others, attention, recorder.reductions
-        seen.append(RankRecord(rank, peak, flops, recomputed, collectives, *noted, recorder.products, recorder.sent))
+        noted = *noted, recorder.products, recorder.sent, recorder.single_messages
+        seen.append(RankRecord(rank, peak, flops, recomputed, collectives, *noted))
     operations = {
         rank: [o for step in record.recorder.steps for o in step.operations] for rank, record in records.items()
     }
