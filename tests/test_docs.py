@@ -163,6 +163,7 @@ LISTED = {
     "python scripts/faults/recheck_faults.py --steps 20": "takes ten minutes; test_recheck.py has a short version",
     'python scripts/faults/recheck_faults.py --clean 1000 --layouts "3 ranks" "HSDP 2 x 2"': "takes minutes",
     "python scripts/faults/recheck_faults.py --cost 20": "takes minutes",
+    "python scripts/faults/gpu_faults.py": "takes twenty minutes; tests/test_gpu_faults.py plants the same faults",
     "python scripts/faults/crash_test.py --kills 12 --faults 50": "tests/test_faults.py has a short version",
     "python scripts/faults/crash_test.py --storage s3 --kills 50 --faults 50": "test_s3_checkpoints.py",
     "python scripts/faults/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",
