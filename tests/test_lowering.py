@@ -18,8 +18,10 @@ from lower import byte_rows
 from lowered_step import Lowered, problems
 from lowering_matrix import CONFIGS, FOLDER, MATRIX, Case, lower_case, lower_config, problems_of
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
 import torchtrain.models.llama.model as llama
+from torchtrain.models import document_mask
 from torchtrain.models.loss import output_loss
 from torchtrain.parallelisms import parallelize_llama
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
@@ -170,9 +172,13 @@ def test_flash_attention_3_compiles_for_an_h100(workers: Callable[[str], fake_cu
 
 
 def lower_small(
-    worker: fake_cuda.Worker, fault: Callable[[], AbstractContextManager[Any]], vocab_size: int = 512
+    worker: fake_cuda.Worker,
+    fault: Callable[[], AbstractContextManager[Any]],
+    vocab_size: int = 512,
+    documents: bool = False,
 ) -> Lowered:
     options = {
+        "data.document_mask": documents,
         "compile.enable": True,
         "training.seq_len": 64,
         "training.local_batch_size": 2,
@@ -299,6 +305,19 @@ def test_spill_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
     found = problems(lower_small(workers("h100-80"), huge_blocks, vocab_size=8192), "flash")
     assert found
     assert all("spills" in problem for problem in found)
+
+
+def masks_of_all_pairs() -> AbstractContextManager[Any]:
+    stack = ExitStack()
+    stack.enter_context(in_the_loss(unchanged))
+    stack.enter_context(patch.object(document_mask, "compiled_create_block_mask", lambda: create_block_mask))
+    return stack
+
+
+def test_document_mask_that_is_not_compiled_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    """Beside spills, because ``flex_attention`` has no options for heads of this size."""
+    found = problems(lower_small(workers("h100-80"), masks_of_all_pairs, documents=True), "flex")
+    assert "the document mask is not compiled, and has all pairs of tokens" in found
 
 
 def attend_by_products(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:  # noqa: ARG001
