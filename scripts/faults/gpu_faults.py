@@ -295,7 +295,7 @@ FAULTS = [
         ["tests/test_loss.py"],
     ),
     Fault(
-        "a float32 softmax of all logits, kept for backward by z-loss",
+        "float32 logits, kept for backward by z-loss",
         "models/loss/z_loss.py",
         [
             ("ctx.save_for_backward(logits, log_z,", "ctx.save_for_backward(logits.float(), log_z,"),
