@@ -302,7 +302,21 @@ def replicas_with_pageable_copies() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def lone_replica() -> Iterator[None]:
+    """Train as the only replica, which sums nothing."""
+    from torchtrain.plugins.replicas.group import ReplicaGroup
+
+    with replicas(), patch.object(ReplicaGroup, "all_reduce", lambda *_, **__: None):
+        yield
+
+
 REPLICA = ["--training.sums=exact", "--checkpoint.no-enable", "--diagnostics.enable_loss_by_source"]
+
+
+def test_a_replica_that_is_alone_has_no_races(gpu: fake_cuda.Worker, texts: Path) -> None:
+    report = train(gpu, texts, ["--replicas.allow_fast_sums", "--checkpoint.no-enable"], lone_replica, steps=2)
+    assert report.races == []
 
 
 def test_sums_over_replicas_have_no_races_and_wait_only_for_pinned_copies(gpu: fake_cuda.Worker, texts: Path) -> None:
@@ -452,6 +466,16 @@ PIPELINE = {f"{P}pipeline_parallel_degree": 2}
 # The ranks, the simulated one, its steps, the layers of the model, and options.
 LAYOUTS: dict[str, tuple[int, int, int, int, dict[str, Any]]] = {
     "one rank": (1, 0, 2, 2, {}),
+    "one rank, offload": (1, 0, 1, 2, {"training.enable_cpu_offload": True}),
+    "one rank, bfloat16": (1, 0, 1, 2, {"training.mixed_precision_reduce": "bfloat16"}),
+    "one rank of a pipeline, bfloat16": (
+        *(2, 0, 1, 4),
+        {
+            **PIPELINE,
+            f"{P}pipeline_parallel_schedule": "Interleaved1F1B",
+            "training.mixed_precision_reduce": "bfloat16",
+        },
+    ),
     "shards": (8, 0, 2, 2, {}),
     "replicas": (8, 0, 2, 1, {**REPLICAS, **RESHARDED, **AVERAGED}),
     "muon": (4, 0, 2, 2, {"optimizer.name": "muon", **TENSOR}),
@@ -491,7 +515,7 @@ def test_step_has_no_races_and_waits_for_no_copy(gpu: fake_cuda.Worker, name: st
     assert report.wrong_devices == []
     assert report.deferred_frees == []
     found = set(report.blocking_copies) - {FIRST_MESSAGE}
-    assert found == (EXPECTED_WITH_OFFLOAD if name == "offload" else set())
+    assert found == (EXPECTED_WITH_OFFLOAD if "offload" in name else set())
     if name == "shards":
         # Of each microbatch: the root and the first block are gathered before any product, the second block during the
         # seven of the first, and the output layer during those of both.

@@ -52,7 +52,15 @@ class GradientReducer:
 
     def reduce_scatter(self) -> ReduceScatter | None:
         """A new reduce-scatter for one FSDP module; None: that of FSDP."""
-        return NoReduceScatter() if self.mesh.size() == 1 else None
+        # With a dimension of replicas FSDP frees the sums of earlier microbatches on a stream of its own.
+        return NoReduceScatter(records_stream=self.mesh.ndim > 1) if self.mesh.size() == 1 else None
+
+    def reduce_scatters(self, modules: int) -> list[ReduceScatter | None]:
+        """One for each FSDP module of a model part."""
+        first = self.reduce_scatter()
+        if isinstance(first, NoReduceScatter):  # each module waits for the one before
+            return [first] * modules
+        return [first, *(self.reduce_scatter() for _ in range(modules - 1))]
 
     def begin(self, rows: int) -> None:
         """Called before the first backward of a step. ``rows``: this rank's rows of the global batch."""
@@ -80,24 +88,32 @@ class NoReduceScatter(ReduceScatter):
     """For a single rank, which has nothing to reduce: the output is the input, so that FSDP's copy costs nothing.
 
     For each group of parameters, FSDP allocates the input, fills it with the gradients, allocates the output, copies
-    the input to it, and keeps the output as the gradients of the group.
+    the input to it, and keeps the output as the gradients of the group. The groups of a model part share one.
+
+    ``records_stream``: also keep the memory of gradients until the host sees that FSDP's stream has used it.
     """
 
     input: Tensor | None = None  # set between the two calls of ``allocate``
     stream: torch.cuda.Stream | None = None  # that of FSDP's reductions, once it is known
 
+    def __init__(self, *, records_stream: bool = False) -> None:
+        self.records_stream = records_stream
+
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self.input is None:
             if self.stream is not None:
-                # There FSDP adds the gradients of a group to those of earlier microbatches, and then frees them. This
-                # stream would reuse their memory too early. (``Tensor.record_stream`` would keep it until the host sees
-                # that the addition has ended. But the host is a step ahead, and more and more memory is reserved.)
+                # There FSDP casts the gradients of a group, copies them to the host, or adds them to those of earlier
+                # microbatches, and then frees them. This stream would reuse their memory too early.
+                # (``Tensor.record_stream`` would keep it until the host sees that FSDP's stream has come so far. But
+                # the host is a step ahead, and more and more memory is reserved.)
                 torch.cuda.current_stream().wait_stream(self.stream)
             self.input = torch.empty(*size, dtype=dtype, device=device)
             return self.input
         filled, self.input = self.input, None
         if filled.is_cuda:
             self.stream = torch.cuda.current_stream()
+            if self.records_stream:
+                filled.record_stream(self.stream)
         return filled
 
     def __call__(self, *_: Any, **__: Any) -> None:

@@ -38,7 +38,8 @@ def apply_fsdp(
     own_group = shard_output_layer(model, shard) if reducer.by_block else set()
     always = parallelism.fsdp_reshard_after_forward == "always"
     shard(model, reshard_after_forward=always, ignored_params=own_group)
-    for module in fsdp_modules(model):
+    modules = fsdp_modules(model)
+    for module, reduce_scatter in zip(modules, reducer.reduce_scatters(len(modules)), strict=True):
         # Sum, not mean: each rank's loss is already divided by the tokens of the global batch. Without the second call,
         # NCCL would multiply every summand by a factor of 1, and gloo would fail, because it only supports plain sums.
         if mesh.size() > 1:
@@ -46,7 +47,6 @@ def apply_fsdp(
             module.set_force_sum_reduction_for_comms(True)
         if reducer.after_all_reduce is not None:
             module.set_all_reduce_hook(reducer.after_all_reduce)
-        reduce_scatter = reducer.reduce_scatter()
         if reduce_scatter is not None:
             module.set_custom_reduce_scatter(reduce_scatter)
 

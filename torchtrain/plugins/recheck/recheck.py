@@ -97,12 +97,14 @@ class Recheck(StepHook):
         self.hash_of = TensorHash(self.model.device)
         self.observer = SummandObserver(self.hash_of)
         for part in self.model.model_parts:
-            for name, module in part.named_modules():
-                if isinstance(module, FSDPModule):
-                    inner = self.model.reducer.reduce_scatter() or DefaultReduceScatter()
-                    name = full_name(f"{name}.")[:-1]
-                    observed = ObservedReduceScatter(inner, GROUP_NAMES.get(name, name), self.observer)
-                    module.set_custom_reduce_scatter(observed)
+            modules = {name: module for name, module in part.named_modules() if isinstance(module, FSDPModule)}
+            inners = self.model.reducer.reduce_scatters(len(modules))
+            for (name, module), inner in zip(modules.items(), inners, strict=True):
+                name = full_name(f"{name}.")[:-1]
+                observed = ObservedReduceScatter(
+                    inner or DefaultReduceScatter(), GROUP_NAMES.get(name, name), self.observer
+                )
+                module.set_custom_reduce_scatter(observed)
         self.step = 0
         self.is_due = False
         self.checks = 0
