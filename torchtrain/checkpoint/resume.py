@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from torchtrain.checkpoint.format import DATA_FILES, Manifest, read_manifest, read_verified, verify_sizes
 from torchtrain.checkpoint.resume_compatibility import (
+    EXCLUDE,
     check_resume_compatibility,
     options_in,
     same_content,
@@ -322,6 +323,7 @@ def check_resume(
         identity = {
             key: "; ".join(text.split("; ")[:count]) if key.startswith("data.") else text
             for key, text in identity.items()
+            if key != EXCLUDE  # the next part may leave out other documents
         }
     for line in check_resume_compatibility(
         saved_toml, of_part, config.allow_changes, saved_data, identity, changed_files

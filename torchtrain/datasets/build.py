@@ -16,6 +16,7 @@ from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import read_exclusions
 from torchtrain.datasets.held_out import SourcePart
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
+from torchtrain.datasets.packing import TextSource
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
@@ -122,6 +123,7 @@ def build_dataloader(
                 f"{section}.packing = {config.packing!r} needs text, and {context.section} is {type(source).__name__}: "
                 f"set it to {' or '.join(map(repr, source.packings))}, or give the text itself"
             )
+    _require_known(exclude, [source for source, _ in opened], config.exclude)
     if group is not None:
         keys = [*(context.section for context in contexts), "data.exclude"]
         _require_same(keys, [*identities, exclude.identity], group)
@@ -167,6 +169,22 @@ def build_dataloader(
     if group is not None:
         loader.connect(group)
     return loader
+
+
+def _require_known(exclude: Exclusions, sources: Sequence[DataSource], path: str) -> None:
+    """Raise DataError if no source can have one of the documents."""
+    unknown = exclude.places.difference(*(source.places_in(exclude.places) for source in sources))
+    if unknown:
+        file = min(place.file for place in unknown)
+        raise DataError(
+            f"data.exclude = {path!r} names {file}, and no prepared data of this run have this file: name it as it is "
+            "in data.path now"
+        )
+    if exclude.texts and not any(isinstance(source, TextSource) for source in sources):
+        raise DataError(
+            f"data.exclude = {path!r} names documents by text_hash, and this run has prepared data only: name them by "
+            "file and position, as torchtrain.explain does"
+        )
 
 
 def _require_same(keys: Sequence[str], identities: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -6,7 +6,7 @@ already, and register the class (docs/extending.md).
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -266,6 +266,10 @@ class DataSource(SourceType):
     def file_table(self) -> FileTable:
         """The files of the source, if it has any. An error names those that differ from the files of a checkpoint."""
         return FileTable()
+
+    def places_in(self, places: Collection[Place]) -> set[Place]:  # noqa: ARG002
+        """Those of ``places`` that are in files of the source, if it has its documents by their places."""
+        return set()
 
     @abstractmethod
     def streams(self, request: StreamRequest) -> list[Stream]:

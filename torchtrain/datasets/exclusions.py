@@ -1,5 +1,6 @@
 """The documents that training leaves out: ``data.exclude``."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torchtrain.errors import DataError
 from torchtrain.files import MISSING, parse_json, read_file
 
 KEYS = ("text_hash", "file", "position")
+TEXT_HASH = re.compile("[0-9a-f]{32}")
 
 
 def text_hash(text: str) -> str:
@@ -27,25 +29,26 @@ def read_exclusions(path: str) -> Exclusions:
     """
     name = f"data.exclude = {path!r}"
     try:
-        lines = read_file(Path(path)).splitlines()
+        lines = read_file(Path(path)).decode(errors="replace").splitlines()
     except MISSING as error:
-        raise DataError(f"{name} does not exist: give a list of documents, or leave it out") from error
+        raise DataError(f"{name} is not a file: give a list of documents, or leave it out") from error
     texts, places = set(), set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         document = parse_json(line, f"{name}, line {number}", DataError)
         hashed, file, position = _values(document)
-        if hashed:
+        if TEXT_HASH.fullmatch(hashed):
             texts.add(hashed)
-        elif file and position:
+        elif file and position and not hashed:
             places.add(Place(file, position))
         else:
             raise DataError(
-                f"{name}, line {number}: {line[:80]!r} is no document, an object with a text_hash or, for prepared "
-                "data, a file and a position: torchtrain.explain writes such lines with --exclude-to"
+                f"{name}, line {number}: {line[:80]!r} is no document, an object with a text_hash of 32 digits or, "
+                "for prepared data, a file and a position: torchtrain.explain writes such lines with --exclude-to"
             )
-    content = repr((sorted(texts), sorted((place.file, place.position) for place in places)))
+    # Not the folder of prepared data, which may move.
+    content = repr((sorted(texts), sorted((Path(place.file).name, place.position) for place in places)))
     identity = f"{len(texts) + len(places):,} documents, hash {xxhash.xxh3_64_hexdigest(content.encode())}"
     return Exclusions(frozenset(texts), frozenset(places), identity)
 

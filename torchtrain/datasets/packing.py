@@ -437,6 +437,7 @@ class BestFitStream(Stream):
         self._token_bytes = np.array(request.tokenizer.token_bytes)
         self._begin = self._end = self._documents.state
         self._drawn = 0
+        self._logs = reader == request.rows.start * readers // request.global_batch_size  # once on each rank
         self._group: list[ReadDocument] = []
         self._windows: list[list[Part]] = []
 
@@ -446,7 +447,7 @@ class BestFitStream(Stream):
 
     @state.setter
     def state(self, state: State) -> None:
-        if len(state) % 2 == 0:
+        if len(state) % (2 * len(Share._fields)) != 1:
             raise DataError(f"the saved position in {self._source.name} is of another data.packing")
         half = len(state) // 2
         self._begin, self._end, self._drawn = state[:half], state[half:-1], state[-1]
@@ -460,7 +461,7 @@ class BestFitStream(Stream):
         windows_drawn = self._documents.resume(
             SavedPosition(positions, saved.windows_drawn, saved.seq_len, saved.readers)
         )
-        if begun.any():
+        if begun.any() and self._logs:
             logger.info(
                 "%s: with another batch or sequence length, the rest of the open group of %d of %d rows is left out, "
                 "each at most %s tokens and the end of a document",
@@ -506,7 +507,8 @@ class BestFitStream(Stream):
         return self._windows[self._drawn - 1]
 
     def _read_group(self) -> None:
-        self._documents.state = self._begin
+        if self._documents.state != self._begin:  # else its open file would be read again
+            self._documents.state = self._begin
         self._group, tokens = [], 0
         while tokens < GROUP_WINDOWS * (self._seq_len + 1):
             self._group.append(self._documents.read_document())

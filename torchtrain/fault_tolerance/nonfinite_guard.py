@@ -102,7 +102,7 @@ class NonFiniteGuard:
         if bad_losses:
             problem = f"loss not finite on {bad_losses:.0f} rank(s)"
         elif math.isnan(loss):
-            problem = "data.exclude leaves no token to predict"
+            problem = "it has no token to predict"
         elif not math.isfinite(norm):
             problem = "gradient not finite"
         else:

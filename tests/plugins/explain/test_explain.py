@@ -399,10 +399,11 @@ def test_errors_of_excluded_documents(tmp_path: Path) -> None:
     source = one(tmp_path / "prepared", "prepared")
     file = f"{source.path}/shard-00000.tokens"
     for lines, message in {
-        None: r"data\.exclude = '.*' does not exist",
+        None: r"data\.exclude = '.*' is not a file",
         "{": r"data\.exclude = '.*', line 1",
-        '\n{"text": "word"}': r"line 2: .* is no document, an object with a text_hash or",
+        '\n{"text": "word"}': r"line 2: .* is no document, an object with a text_hash of",
         "[1]": "line 1: .* is no document",
+        '{"text_hash": "ABC"}': "line 1: .* is no document",
         f'{{"file": "{file}", "position": "document 99, from token 0"}}': "has no 'document 99, from token 0'",
         f'{{"file": "{file}", "position": "document 1, from token 0"}}': "has no 'document 1, from token 0'",
     }.items():
@@ -412,7 +413,7 @@ def test_errors_of_excluded_documents(tmp_path: Path) -> None:
             exclude.write_text(lines)
         with pytest.raises(DataError, match=message):
             make_loader(DataConfig(path=source.path, exclude=str(exclude)))
-    exclude.write_text('{"text_hash": "0"}')
+    exclude.write_text(json.dumps({"text_hash": "0" * 32}))
     with (
         patch.object(TokenizedDataset, "can_exclude", False),
         pytest.raises(DataError, match=r"data\.exclude = .* needs text or prepared data, and data is TokenizedDataset"),
@@ -426,12 +427,66 @@ def test_errors_of_excluded_documents(tmp_path: Path) -> None:
     assert "is for training: prepare all documents" in result.stderr
 
 
+def test_prepared_documents_are_found_by_another_path_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = one(tmp_path / "prepared", "prepared")
+    monkeypatch.chdir(tmp_path)
+    config = DataConfig(path="prepared/prepared", prefetch=0)
+    loader = make_loader(config, range(4), batch=4)
+    piece = next(piece for row in loader.locate() for piece in row or ())
+    exclude = tmp_path / "exclude.jsonl"
+    exclude.write_text(json.dumps(vars(piece.place)))
+    excluded = [
+        make_loader(replace(config, path=path, exclude=str(exclude)), range(4), batch=4)
+        for path in ("prepared/prepared", source.path)
+    ]
+    identities = {each.identity["data.exclude"] for each in excluded}
+    for each in excluded:
+        assert next(piece for row in each.locate() for piece in row or ()).is_excluded
+        assert (next(each).labels == IGNORE_INDEX).any()
+    shutil.move(tmp_path / "prepared", tmp_path / "moved")
+    moved = replace(config, path="moved/prepared", exclude=str(exclude))
+    with pytest.raises(
+        DataError, match=r"names prepared/prepared/shard-00000.tokens, and no prepared data of this run"
+    ):
+        make_loader(moved)
+    exclude.write_text(json.dumps({**vars(piece.place), "file": "moved/prepared/shard-00000.tokens"}))
+    assert {make_loader(moved).identity["data.exclude"]} == identities
+    exclude.write_text(json.dumps({"text_hash": "0" * 32}))
+    with pytest.raises(DataError, match="names documents by text_hash, and this run has prepared data only"):
+        make_loader(moved)
+
+
+def test_stages_may_leave_out_other_documents(tmp_path: Path) -> None:
+    source = one(tmp_path / "local", "local")
+    for name, texts in {"first": DOCUMENTS[:2], "second": DOCUMENTS[:1]}.items():
+        lines = [json.dumps({"text_hash": text_hash(text)}) for text in texts]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    stages = "".join(
+        f'[[stages]]\nname = "{name}"\nsteps = 2\ndata.exclude = "{tmp_path / name}.jsonl"\n'
+        for name in ("first", "second")
+    )
+    config = CONFIG.replace("steps = 8\n", "")
+    train(tmp_path / "run", config + stages, f"--data.path={source.path}", "--report.no-enable")
+    assert max(logged_losses(tmp_path / "run")) == 4
+    (tmp_path / "second.jsonl").write_text("")
+    message = explain(tmp_path / "run", "--step=4", "--without-weights", code=2)
+    assert "data.exclude names other documents than the first checkpoint after step 3: 0 documents, hash" in message
+    packed = stages.replace("data.exclude =", 'data.packing = "best_fit"\ndata.exclude =', 1)
+    options = [*SMALL, f"--data.path={source.path}", f"--job.dump_folder={tmp_path / 'packed'}"]
+    (tmp_path / "packed.toml").write_text(config + packed)
+    result = run_command("torchtrain.train", "--job.config_file", str(tmp_path / "packed.toml"), *options)
+    assert result.returncode == 2
+    assert "data.packing must not differ between stages: the position in the data depends on it" in result.stderr
+
+
 def test_a_step_without_any_other_document_is_bad(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "texts.jsonl", ["a single document of a few words"])
     (tmp_path / "exclude.jsonl").write_text(json.dumps({"text_hash": text_hash("a single document of a few words")}))
     options = ["--training.steps=2", "--training.seq_len=8", f"--data.exclude={tmp_path / 'exclude.jsonl'}"]
     log = train(tmp_path / "run", CONFIG, f"--data.path={data}", *options)
-    words = "is bad (loss nan, gradient norm 0): data.exclude leaves no token to predict"
+    words = "is bad (loss nan, gradient norm 0): it has no token to predict"
     assert all(f"step {step} {words}" in log for step in (1, 2)), log
     assert logged_losses(tmp_path / "run") == {1: None, 2: None}
 

@@ -69,7 +69,12 @@ def main(argv: Sequence[str]) -> int:
     from torchtrain.plugins.explain.run import open_run
 
     run = open_run(options.run, options.step, options.rows)
-    explanation = explain(run, with_weights=not options.without_weights, with_gradients=options.gradients)
+    explanation = explain(
+        run,
+        with_weights=not options.without_weights,
+        with_gradients=options.gradients,
+        for_exclusion=bool(options.exclude_to),
+    )
     top = None if options.without_weights else options.top
     if options.html:
         with writing(options.html, "--html"):

@@ -17,7 +17,7 @@ from torchtrain.datasets.dataloader import Batch
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import destroy_process_group
-from torchtrain.errors import CheckpointError
+from torchtrain.errors import CheckpointError, DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
 from torchtrain.models.loss.output_loss import MIN_CHUNK_TOKENS
@@ -45,11 +45,6 @@ class Document:
     losses: Tensor | None = None
     """float32 (n,): the loss of each token, in nats. The first token of a window has none in this step: NaN, as masked
     tokens. None without weights."""
-
-    @property
-    def can_be_excluded(self) -> bool:
-        """Whether a line of ``data.exclude`` can name the document."""
-        return bool(self.text_hash or self.place.position)
 
     @property
     def predicted(self) -> int:
@@ -122,15 +117,21 @@ class Explanation:
         return sorted(predicted, key=lambda of: of.loss if math.isfinite(of.loss) else math.inf, reverse=True)[:top]
 
 
-def explain(run: RunStep, *, with_weights: bool, with_gradients: bool = False) -> Explanation:
+def explain(
+    run: RunStep, *, with_weights: bool, with_gradients: bool = False, for_exclusion: bool = False
+) -> Explanation:
     """Find the documents of ``run.step``, and with the weights before it the losses of their tokens.
 
     ``with_gradients``: also the gradient of each row, for which all rows of the batch have two backwards.
+    ``for_exclusion``: the documents are to be listed for ``data.exclude``.
 
     Raises:
         ConfigError, DataError, CheckpointError: the data or the weights cannot be restored.
     """
     loader, tokenizer = loader_before(run)
+    for opened in loader.sources if for_exclusion else ():
+        if not opened.can_exclude:
+            raise DataError(f"data.exclude cannot name documents of {opened.name}, a {type(opened).__name__}")
     pieces, batch = loader.locate(), next(loader)
     documents = []
     for row in run.rows:

@@ -7,7 +7,6 @@ from html import escape
 from typing import Any
 
 from torchtrain.datasets.tokenizers import Tokenizer
-from torchtrain.errors import DataError
 from torchtrain.plugins.explain.explanation import Document, Explanation, RowGradient
 
 SHOWN_CHARACTERS = 60
@@ -90,15 +89,9 @@ def as_text(explanation: Explanation, top: int | None) -> str:
 
 
 def as_exclusions(explanation: Explanation, top: int | None) -> str:
-    """The listed documents as lines for ``data.exclude``, each document once.
-
-    Raises:
-        DataError: the source of a document cannot leave it out.
-    """
+    """The listed documents as lines for ``data.exclude``, each document once."""
     lines = {}
     for document in explanation.listed(top):
-        if not document.can_be_excluded:
-            raise DataError(f"documents of the source {document.source} cannot be named in data.exclude")
         values = _values(document, explanation.tokenizer)
         keys = ("text_hash", "file", "position", "source", "text")
         lines[document.place] = json.dumps({key: values[key] for key in keys if key in values})

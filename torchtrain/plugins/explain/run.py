@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
-from torchtrain.checkpoint.resume_compatibility import same_content, source_identities
+from torchtrain.checkpoint.resume_compatibility import EXCLUDE, same_content, source_identities
 from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import load_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
@@ -210,4 +210,9 @@ def _require_same_data(loader: DataLoader, identity: Mapping[str, str], of: str)
         raise DataError(
             f"the data are not those of {of} any more: it has {'; '.join(saved)}; now there are {'; '.join(current)}. "
             "Restore the files to explain a step"
+        )
+    if identity.get(EXCLUDE, "") != loader.identity.get(EXCLUDE, ""):
+        raise DataError(
+            f"{EXCLUDE} names other documents than {of}: {loader.identity.get(EXCLUDE, 'none')} in place of "
+            f"{identity.get(EXCLUDE, 'none')}. Restore the list to explain a step"
         )

@@ -6,9 +6,12 @@ of each document in tokens, and the number of tokens).
 """
 
 import functools
+import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,7 +35,7 @@ from torchtrain.datasets.data_source import (
 )
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.files import MISSING, parse_json
+from torchtrain.files import MISSING, is_url, parse_json
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
 from torchtrain.plugins.prepared_data.data_folder import DataFolder, Range
@@ -241,6 +244,10 @@ class TokenizedDataset(DataSource):
     def _file(self, shard: Shard) -> str:
         return f"{self.folder.location}/{shard.name}.tokens"
 
+    def places_in(self, places: Collection[Place]) -> set[Place]:
+        own = {location(self._file(shard)) for shard in self._manifest.shards}
+        return {place for place in places if location(place.file) in own}
+
     def find(self, places: Collection[Place]) -> list[tuple[int, int]]:
         """Start and end, in tokens of all shards, of those documents of ``places`` that are in this folder.
 
@@ -250,14 +257,15 @@ class TokenizedDataset(DataSource):
         found = []
         for shard, end in zip(self._manifest.shards, self._ends.tolist(), strict=True):
             first = end - shard.tokens
-            for position in sorted(place.position for place in places if place.file == self._file(shard)):
+            own = location(self._file(shard))
+            for position in sorted(place.position for place in places if location(place.file) == own):
                 match = POSITION.fullmatch(position)
                 offsets = self._offsets(shard.name)
                 document = int(match[1]) if match else -1
                 if match is None or not document < len(offsets) - 1 or offsets[document] != int(match[2]):
                     raise DataError(f"{self._file(shard)} has no {position!r}, which data.exclude names")
                 found.append((first + int(offsets[document]), first + int(offsets[document + 1])))
-        return found
+        return sorted(found)
 
     @functools.lru_cache(16)  # noqa: B019
     def _offsets(self, shard: str) -> npt.NDArray[np.int64]:
@@ -291,8 +299,9 @@ class TokenWindowStream(Stream):
         self._seed = request.seed
         self._repeat = request.repeat
         self._targets = max(0, len(source) - 1)
-        self._places = request.exclude.places
+        self._places = source.places_in(request.exclude.places)
         self._excluded = source.find(self._places) if self._places else []
+        self._ends = [end for _, end in self._excluded]
         if self._excluded:
             logger.info("%s: leaves out %d document(s) of data.exclude", source.name, len(self._excluded))
         self.reads_ahead = source.folder.reads_ahead
@@ -364,8 +373,9 @@ class TokenWindowStream(Stream):
         for window, count, size in zip(windows, filled, sizes or (), strict=False):
             size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
         for window, start, count in zip(windows, starts, filled, strict=True):
-            for begin, end in self._excluded:
-                window[max(begin - start, 0) : max(min(end - start, count), 0)] = IGNORE_INDEX
+            first = bisect_right(self._ends, start)
+            for begin, end in itertools.takewhile(lambda of: of[0] < start + count, self._excluded[first:]):  # noqa: B023
+                window[max(begin - start, 0) : min(end - start, count)] = IGNORE_INDEX
         return filled
 
     def read_ahead(self, windows_drawn: Sequence[int]) -> None:
@@ -373,7 +383,14 @@ class TokenWindowStream(Stream):
 
     def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
         found = [self._source.locate(*pair) for pair in zip(*self._locate(windows_drawn), strict=True)]
-        return [[replace(piece, is_excluded=piece.place in self._places) for piece in pieces] for pieces in found]
+        excluded = {(location(place.file), place.position) for place in self._places}
+        return [
+            [
+                replace(piece, is_excluded=(location(piece.place.file), piece.place.position) in excluded)
+                for piece in pieces
+            ]
+            for pieces in found
+        ]
 
     def _locate(self, windows_drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         """Offset and number of tokens of each window."""
@@ -384,6 +401,11 @@ class TokenWindowStream(Stream):
             ended = epoch > 0 and not self._repeat
             counts.append(0 if ended else min(self._seq_len + 1, len(self._source) - starts[-1]))
         return starts, counts
+
+
+def location(file: str) -> str:
+    """A local path as an absolute one."""
+    return file if is_url(file) else str(Path(file).absolute())
 
 
 def verify(folder: DataFolder, label: str) -> PreparedManifest:

@@ -42,6 +42,7 @@ MUST_NOT_DIFFER = {
     "training.seed": "one seed determines the initial weights and the order of the data of the whole run",
     "training.steps": "the length of a stage is its own key steps or tokens",
     "training.tokens": "the length of a stage is its own key steps or tokens",
+    "data.packing": "the position in the data depends on it",
     "data.streams": "the position in streamed data is saved by stream",
     "lr_scheduler.total_steps": "the schedule of a stage ends with the stage",
     "lr_scheduler.total_tokens": "the schedule of a stage ends with the stage",
