@@ -111,22 +111,11 @@ def build_dataloader(
         exclude = on_all_ranks(read, group) if group is not None else read()
     answers = on_rank0(query_on_rank0, group) if group is not None else query_on_rank0()
     opened = on_all_ranks(open_all, group) if group is not None else open_all()
-    identities = [identity for _, identity in opened]
-    for (source, _), context in zip(opened, contexts, strict=True):
-        if exclude.identity and not source.can_exclude:
-            raise DataError(
-                f"data.exclude = {config.exclude!r} needs text or prepared data, and {context.section} is "
-                f"{type(source).__name__}: leave it out, or let its streams leave out StreamRequest.exclude"
-            )
-        if config.packing not in source.packings:
-            raise DataError(
-                f"{section}.packing = {config.packing!r} needs text, and {context.section} is {type(source).__name__}: "
-                f"set it to {' or '.join(map(repr, source.packings))}, or give the text itself"
-            )
-    _require_known(exclude, [source for source, _ in opened], config.exclude)
+    sources, identities = [source for source, _ in opened], [identity for _, identity in opened]
+    sections = [context.section for context in contexts]
+    _check_sources(config, dict(zip(sections, sources, strict=True)), exclude)
     if group is not None:
-        keys = [*(context.section for context in contexts), "data.exclude"]
-        _require_same(keys, [*identities, exclude.identity], group)
+        _require_same([*sections, "data.exclude"], [*identities, exclude.identity], group)
 
     def streams_of(rows: range) -> list[Sequence[Stream]]:
         return [
@@ -139,7 +128,7 @@ def build_dataloader(
                     exclude=exclude,
                 )
             )
-            for number, (source, _) in enumerate(opened)
+            for number, source in enumerate(sources)
         ]
 
     key = {"files": "path", "remote_files": "path", "hub": "name", "standard_library": "path"}.get(
@@ -162,7 +151,7 @@ def build_dataloader(
             **({"data.exclude": exclude.identity} if exclude.identity else {}),
         },
         filler=next((token for token in (tokenizer.eos_id, tokenizer.bos_id) if token is not None), 0),
-        sources=[source for source, _ in opened],
+        sources=sources,
         max_readers=config.streams,
         streams_of=streams_of,
     )
@@ -171,19 +160,31 @@ def build_dataloader(
     return loader
 
 
-def _require_known(exclude: Exclusions, sources: Sequence[DataSource], path: str) -> None:
-    """Raise DataError if no source can have one of the documents."""
-    unknown = exclude.places.difference(*(source.places_in(exclude.places) for source in sources))
+def _check_sources(config: DataConfig, sources: Mapping[str, DataSource], exclude: Exclusions) -> None:
+    """Raise DataError if a source, by its section, cannot be packed, or documents of ``exclude`` cannot be left out."""
+    option = f"data.exclude = {config.exclude!r}"
+    for section, source in sources.items():
+        kind = type(source).__name__
+        if exclude.identity and not source.can_exclude:
+            raise DataError(
+                f"{option} needs text or prepared data, and {section} is {kind}: leave the option out, or let its "
+                "streams leave out StreamRequest.exclude"
+            )
+        if config.packing not in source.packings:
+            raise DataError(
+                f"data.packing = {config.packing!r} needs text, and {section} is {kind}: set it to "
+                f"{' or '.join(map(repr, source.packings))}, or give the text itself"
+            )
+    unknown = exclude.places.difference(*(source.places_in(exclude.places) for source in sources.values()))
     if unknown:
         file = min(place.file for place in unknown)
         raise DataError(
-            f"data.exclude = {path!r} names {file}, and no prepared data of this run have this file: name it as it is "
-            "in data.path now"
+            f"{option} names {file}, and no prepared data of this run have this file: name it as it is in data.path now"
         )
-    if exclude.texts and not any(isinstance(source, TextSource) for source in sources):
+    if exclude.texts and not any(isinstance(source, TextSource) for source in sources.values()):
         raise DataError(
-            f"data.exclude = {path!r} names documents by text_hash, and this run has prepared data only: name them by "
-            "file and position, as torchtrain.explain does"
+            f"{option} names documents by text_hash, and this run has prepared data only: name them by file and "
+            "position, as torchtrain.explain does"
         )
 
 
