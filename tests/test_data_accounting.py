@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from torchtrain.datasets.data_source import Stream, StreamRequest
+from torchtrain.datasets.data_source import Place, Stream, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.packing import DocumentSource, TextSource
@@ -67,6 +67,9 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.tokens) + 1
+
+    def places_in(self, places: Collection[Place]) -> set[Place]:
+        return set(places)  # none is excluded
 
     def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
         for start, out in zip(starts, outs, strict=True):

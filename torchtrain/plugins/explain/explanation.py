@@ -257,7 +257,8 @@ def row_gradients(trainer: Trainer, batch: Batch, rows: Sequence[int]) -> list[R
 
     total = [of.clone() for of in gradient(0)]
     for row in range(1, len(microbatches)):
-        torch._foreach_add_(total, gradient(row))
+        for summed, of_row in zip(total, gradient(row), strict=True):
+            summed += of_row
     square = product(total, total)
     found = []
     for row in rows:
