@@ -390,35 +390,37 @@ def test_extension_over_identical_layers_and_microbatches_is_exact(
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=0.02)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_middle_pipeline_ranks_are_represented_by_the_first_of_them(
-    schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = (1,) * (4 * STAGES_PER_RANK[schedule])
     parallelism = {
         "pipeline_parallel_degree": 4,
         "pipeline_parallel_schedule": schedule,
         "pipeline_parallel_layers_per_stage": layers,
     }
-    rows = 16 if schedule == "1F1B" else 8  # two runs of the schedule on each of two ranks, or one
-    training = {"local_batch_size": 4, "global_batch_size": rows}
+    split_backward = "ZeroBubble" in schedule
+    rows = 8 if schedule == "Interleaved1F1B" else 16
+    local = 8 if split_backward else 4  # in two runs of 1F1B on each of two ranks, and one of the others
+    training = {"local_batch_size": local, "global_batch_size": rows}
     config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=8)
     shape = replace(SHAPE, n_layers=len(layers))
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
     records = {record.rank: record for record in full.records}
     monkeypatch.setattr(summary, "simulate", lambda *args, **_: records[args[3]])
     few = estimate(config, shape, GPUS["h100-80"])  # of so few layers, all are simulated
-    assert [rank["rank"] for rank in few.ranks] == [0, 2, 6]
-    second, third = (record.recorder.steps[-1] for record in full.records[1:3])
-    represented = derive_step(second, 1, 2, full.records[1].pipeline_actions[2], (0, 2, 4, 6))
-    assert [o.name for o in second.operations] != [o.name for o in third.operations]  # in another order
-    assert without_module(represented.operations) == without_module(third.operations)
-    assert represented.microbatches == third.microbatches
+    representative, represented = (2, 1) if split_backward else (1, 2)  # the one that needs more memory
+    assert [rank["rank"] for rank in few.ranks] == [0, 2 * representative, 6]
+    simulated, other = (full.records[i].recorder.steps[-1] for i in (representative, represented))
+    actions = full.records[representative].pipeline_actions[represented]
+    derived = derive_step(simulated, representative, represented, actions, (0, 2, 4, 6))
+    assert [o.name for o in simulated.operations] != [o.name for o in other.operations]  # in another order
+    assert without_module(derived.operations) == without_module(other.operations)
+    assert derived.microbatches == other.microbatches
     assert few.step_seconds == full.step_seconds
-    # The second rank has the most microbatches in flight.
-    assert few.ranks == [full.ranks[i] for i in (0, 1, 3)]
+    assert few.ranks == [full.ranks[i] for i in (0, representative, 3)]
     assert few.peak_reserved_gib == full.peak_reserved_gib
-    assert all(full.ranks[2][key] <= full.ranks[1][key] for key in ("peak_active_gib", "peak_reserved_gib"))
+    for key in ("peak_active_gib", "peak_reserved_gib"):
+        assert full.ranks[represented][key] <= full.ranks[representative][key]
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
@@ -1142,13 +1144,13 @@ def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
     def message(name: str, peer: int, seconds: int) -> Operation:
         return sent(name, seconds, "pipeline", peer=peer, fsdp=False)
 
-    def waits_for(peer: int) -> Operation:
-        return Operation(WAIT_FOR_MESSAGE, "forward", "", peer=peer)
+    def waits_for(peer: int, index: int = 0) -> Operation:
+        return Operation(WAIT_FOR_MESSAGE, "forward", "", peer=peer, message=index)
 
-    received = [message("recv", 1, 0), waits_for(1)]
-    first = [computed(5), message("send", 1, 2), computed(3), message("send", 1, 2), *received, computed(4)]
-    received = [message("recv", 0, 0), waits_for(0)]
-    second = [*received, computed(1), *received, computed(2), message("send", 0, 1)]
+    sends = [computed(5), message("send", 1, 2), computed(3), message("send", 1, 2)]
+    first = [*sends, message("recv", 1, 0), waits_for(1), computed(4)]
+    receive = message("recv", 0, 0)
+    second = [receive, waits_for(0), computed(1), receive, waits_for(0, 1), computed(2), message("send", 0, 1)]
     times = replay({0: first, 1: second}, cost_model)
     assert [time.seconds for time in times.values()] == [18, 18]
     waits = [{name: wait for name, wait in time.waiting.items() if wait} for time in times.values()]
@@ -1156,6 +1158,11 @@ def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
     # A message that is received before it is needed does not let the device wait.
     early = [message("recv", 0, 0), computed(20), waits_for(0), computed(1)]
     assert replay({0: [computed(5), message("send", 1, 2)], 1: early}, cost_model)[1].seconds == 2 + 20 + 1
+    # Messages may be needed in another order than they arrive.
+    for index, arrival in ((0, 6 + 2), (1, 9 + 2)):
+        late = [receive, receive, waits_for(0, index), computed(1)]
+        assert replay({0: sends, 1: late}, cost_model)[1].by_phase == {"forward": 1}
+        assert replay({0: sends, 1: late}, cost_model)[1].waiting["pipeline"] == arrival
     with pytest.raises(AssertionError, match=r"deadlock: ranks \[0\] wait for messages that no rank sends"):
         replay({0: [message("recv", 1, 0)], 1: []}, cost_model)
 

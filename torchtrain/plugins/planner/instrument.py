@@ -14,7 +14,7 @@ from torchtrain.distributed.mesh import local
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import OutputLoss
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE
-from torchtrain.plugins.planner.recorder import StepRecorder
+from torchtrain.plugins.planner.recorder import Action, StepRecorder
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
 
 
@@ -87,26 +87,37 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
                 recorder.categorize(local(parameter.sharded_param.grad), "gradients")
 
     def begin_chunk(name: str, stage: PipelineStage, index: int, *_: Any) -> None:
-        recorder.record.chunks[len(recorder.record.operations)] = name, stage.stage_index // stage.group_size, index
+        action = Action(name, stage.stage_index // stage.group_size, index)
+        recorder.record.chunks[len(recorder.record.operations)] = action
+
+    def observed_backward(stage: PipelineStage, index: int, full_backward: bool = True, **options: Any) -> None:
+        begin_chunk("FULL_BACKWARD" if full_backward else "BACKWARD_INPUT", stage, index)
+        backward(stage, index, full_backward=full_backward, **options)
 
     def observed_batch(operations: list[dist.P2POp], **options: Any) -> list[dist.Work]:
+        received = recorder.record.received.copy()
         works: list[dist.Work] = batch_p2p(operations, **options)
-        if peers := [operation.peer for operation in operations if operation.op is dist.irecv]:
-            receiving.append((works, peers))
+        messages = []
+        for operation in operations:
+            if operation.op is dist.irecv:
+                messages.append((operation.peer, received[operation.peer]))
+                received[operation.peer] += 1
+        if messages:
+            receiving.append((works, messages))
         return works
 
     def observed_wait(works: list[dist.Work]) -> None:
-        for number, (received, peers) in enumerate(receiving):
+        for number, (received, messages) in enumerate(receiving):
             if received is works:
                 del receiving[number]
-                for peer in peers:
-                    recorder.record_operation(WAIT_FOR_MESSAGE, peer=peer)
+                for peer, message in messages:
+                    recorder.record_operation(WAIT_FOR_MESSAGE, peer=peer, message=message)
                 break
         wait_batch_p2p(works)
 
-    receiving: list[tuple[list[dist.Work], list[int]]] = []
+    receiving: list[tuple[list[dist.Work], list[tuple[int, int]]]] = []
     batch_p2p, wait_batch_p2p = schedules._batch_p2p, schedules._wait_batch_p2p
-    post_backward = FSDPParamGroup.post_backward
+    backward, post_backward = PipelineStage.backward_one_chunk, FSDPParamGroup.post_backward
     unsharding = {"module": "", "fsdp": True, "category": "gathered"}
     with (
         observe(torch.UntypedStorage, "resize_", recorder.resize),
@@ -118,7 +129,9 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
         observe(FSDPParamGroup, "post_forward", exit_module),
         observe(FSDPParamGroup, "pre_backward", enter_module),
         observe(PipelineStage, "forward_one_chunk", partial(begin_chunk, "FORWARD")),
-        observe(PipelineStage, "backward_one_chunk", partial(begin_chunk, "FULL_BACKWARD")),
+        patch.object(PipelineStage, "backward_one_chunk", observed_backward),
+        observe(PipelineStage, "backward_weight_one_chunk", partial(begin_chunk, "BACKWARD_WEIGHT")),
+        observe(PipelineStage, "perform_reduce_grad", lambda stage, *_: begin_chunk("REDUCE_GRAD", stage, 0)),
         patch.object(schedules, "_batch_p2p", observed_batch),
         patch.object(schedules, "_wait_batch_p2p", observed_wait),
         observe(OutputLoss, "__call__", phase_override="loss"),

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 
 
 WAIT_FOR_MESSAGE = "wait_for_message"
-"""Name of an operation: the wait for the first message from ``peer`` that was received and not yet waited for."""
+"""Name of an operation: the wait for a message from ``peer``."""
 
 
 @dataclass
@@ -41,7 +41,9 @@ class Operation:
     ranks: tuple[int, ...] = ()
     """For a collective, the global ranks of its group."""
     peer: int | None = None
-    """For a send or receive, the global rank of the peer."""
+    """For a send, a receive, or the wait for a message, the global rank of the peer."""
+    message: int = 0
+    """For the wait for a message, the index of the message among all that ``peer`` sends to this rank in this step."""
     share: float = 1.0
     """Fraction of ``flops`` that the kernel computes, because attention skips masked blocks."""
     keys: float = 0.0

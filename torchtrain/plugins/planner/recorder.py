@@ -29,9 +29,18 @@ aten = torch.ops.aten
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")
 OFFLOADED = CATEGORIES[:3]  # on the host with CPU offload
 Sizes = tuple[int, ...]  # live bytes by category, in the order of CATEGORIES
-# An action of a pipeline schedule: the name of its computation type in torch.distributed.pipelining, the index of the
-# stage among the stages of this rank, and the index of the microbatch.
-Action = tuple[str, int, int]
+
+
+class Action(NamedTuple):
+    """A computation or a message of a pipeline schedule."""
+
+    name: str
+    """Name of its computation type in torch.distributed.pipelining."""
+    stage: int
+    """Index of the stage among the stages of this rank."""
+    microbatch: int
+    peer: int = 0
+    """Of a message, the pipeline rank of the peer minus that of this rank."""
 
 
 class MemorySnapshot(NamedTuple):
@@ -55,6 +64,8 @@ class StepRecord:
     """For each microbatch, the index in ``operations`` at which it begins."""
     chunks: dict[int, Action] = field(default_factory=dict)
     """The computations of a pipeline, by the index in ``operations`` at which they begin."""
+    received: Counter[int] = field(default_factory=Counter)
+    """Number of received messages by the global rank of the peer."""
     timeline: list[MemorySnapshot] = field(default_factory=list)
     allocations: list[Allocation] = field(default_factory=list)
 
@@ -252,6 +263,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name, group, size = found
             ranks = tuple(dist.get_process_group_ranks(group))
             peer = ranks[args[2]] if name in ("send", "recv") else None
+            if name == "recv" and peer is not None:
+                self.record.received[peer] += 1
             axis = self.axes.get(group.group_name, "all")
             fused = self.fused_with_matmul
             self.record_operation(

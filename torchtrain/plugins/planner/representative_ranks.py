@@ -1,26 +1,21 @@
 """Middle ranks of a pipeline: simulate one of them, and derive the steps of the others by reordering its actions.
 
-Middle ranks whose stages have the same numbers of layers run the same operations, in different orders. The first of
-them is simulated. It has the most microbatches in flight, so the others do not need more memory.
+Middle ranks whose stages have the same numbers of layers run the same operations, in different orders. The one that
+needs the most memory is simulated: the first of them, which has the most microbatches in flight, or with a split
+backward the last, whose backwards of weights come the latest.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 from torchtrain.plugins.planner.recorder import Action, StepRecord
 
-COMPUTATIONS = ("FORWARD", "FULL_BACKWARD")
-# The operation of each message, and whether its peer is the rank of the next stage (or of the previous one). All
-# messages have the same size, so as actions they have stage 0 and microbatch 0.
-MESSAGES = {
-    "SEND_F": ("send", True),
-    "RECV_F": ("recv", False),
-    "SEND_B": ("send", False),
-    "RECV_B": ("recv", True),
-}
+COMPUTATIONS = ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD")
+MESSAGES = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}  # the stage of the peer minus the own one
 
 
 def representative_pipeline_ranks(stages: Sequence[int], ranks: int, schedule: str) -> list[int]:
@@ -31,14 +26,18 @@ def representative_pipeline_ranks(stages: Sequence[int], ranks: int, schedule: s
     Args:
         stages: number of layers of each stage.
         ranks: number of pipeline ranks.
-        schedule: name of the pipeline schedule. Ranks are only represented by others if its order is known.
+        schedule: name of the pipeline schedule.
     """
-    firsts: dict[tuple[int, ...], int] = {}
-    known = schedule in ("1F1B", "Interleaved1F1B")
-    return [
-        firsts.setdefault(tuple(stages[rank::ranks]), rank) if known and 0 < rank < ranks - 1 else rank
-        for rank in range(ranks)
-    ]
+    v_shaped, split_backward = schedule == "ZBVZeroBubble", "ZeroBubble" in schedule
+    representatives = list(range(ranks))
+    if schedule == "GPipe":  # has no table of actions
+        return representatives
+    by_layers: dict[tuple[int, ...], int] = {}
+    middle = range(1, ranks - 1)
+    for rank in reversed(middle) if split_backward else middle:
+        layers = (stages[rank], stages[-1 - rank]) if v_shaped else tuple(stages[rank::ranks])
+        representatives[rank] = by_layers.setdefault(layers, rank)
+    return representatives
 
 
 def pipeline_actions(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequence[Action]]:
@@ -48,11 +47,15 @@ def pipeline_actions(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequ
     ranks, table = pipeline.mesh.size(), getattr(pipeline.schedule, "pipeline_order_with_comms", None)
     if table is None:
         return {rank: actions_1f1b(rank, ranks, count) for rank in range(ranks)}
+
+    def convert(rank: int, action: Any) -> Action:
+        name, stage = action.computation_type.name, action.stage_index
+        peer = pipeline.rank_of[stage + MESSAGES[name]] - rank if name in MESSAGES else 0
+        return Action(name, stage // ranks, action.microbatch_index or 0, peer)
+
     return {
         rank: [
-            (name, 0, 0) if name in MESSAGES else (name, action.stage_index // ranks, action.microbatch_index)
-            for action in actions
-            if (name := action.computation_type.name) in (*COMPUTATIONS, *MESSAGES)
+            convert(rank, action) for action in actions if action.computation_type.name in (*COMPUTATIONS, *MESSAGES)
         ]
         for rank, actions in table.items()
     }
@@ -63,11 +66,11 @@ def actions_1f1b(rank: int, ranks: int, count: int) -> list[Action]:
     warmup = min(count, ranks - rank)  # forwards before the first backward
     actions: list[Action] = []
     for i in range(count + warmup):
-        if i >= warmup:
-            actions += [("RECV_B", 0, 0), ("FULL_BACKWARD", 0, i - warmup), ("SEND_B", 0, 0)]
+        if (done := i - warmup) >= 0:
+            actions += [Action("RECV_B", 0, done, 1), Action("FULL_BACKWARD", 0, done), Action("SEND_B", 0, done, -1)]
         if i < count:
-            actions += [("RECV_F", 0, 0), ("FORWARD", 0, i), ("SEND_F", 0, 0)]
-    return actions
+            actions += [Action("RECV_F", 0, i, -1), Action("FORWARD", 0, i), Action("SEND_F", 0, i, 1)]
+    return [*actions, Action("REDUCE_GRAD", 0, 0)]
 
 
 def derive_step(
@@ -86,12 +89,54 @@ def derive_step(
     record = StepRecord(operations[: step.microbatches[0]])
     for start, stop in pairwise([*step.microbatches, len(operations)]):
         record.microbatches.append(len(record.operations))
-        before, by_action, after = split_by_action(operations, step.chunks, range(start, stop), ranks[derived])
+        before, computations, messages, after = split_by_action(operations, step.chunks, range(start, stop))
+        states, simulated_states = gradient_states(actions), gradient_states(computations)
+        received: dict[tuple[str, int, int], int] = {}  # index of each message by direction, stage and microbatch
         record.operations += before
         for action in actions:
-            record.operations += by_action[action]
+            direction = "F" if action.name in ("FORWARD", "RECV_F") else "B"
+            key = direction, action.stage, action.microbatch
+            if action.peer:
+                peer = ranks[derived + action.peer]
+                record.operations.append(messages["send" if action.name.startswith("SEND") else "recv", peer])
+                if action.name.startswith("RECV"):
+                    received[key] = record.received[peer]
+                    record.received[peer] += 1
+                continue
+            like = with_gradient_state(action, states[action], simulated_states) if action in states else action
+            for operation in computations[like]:
+                waits = operation.name == WAIT_FOR_MESSAGE
+                record.operations.append(replace(operation, message=received[key]) if waits else operation)
         record.operations += after
     return record
+
+
+def gradient_states(actions: Iterable[Action]) -> dict[Action, tuple[bool, bool]]:
+    """Return for each action of a split backward whether it reduces gradients, and whether it adds them to others.
+
+    A backward of weights accumulates unsharded gradients. FSDP reduces them in the stage's next backward of inputs.
+    """
+    states: dict[Action, tuple[bool, bool]] = {}
+    unsharded, sharded = set[int](), set[int]()  # stages that have such gradients
+    for action in actions:
+        stage = action.stage
+        if action.name == "BACKWARD_WEIGHT":
+            states[action] = False, stage in unsharded
+            unsharded.add(stage)
+        elif action.name == "BACKWARD_INPUT":
+            states[action] = stage in unsharded, stage in unsharded & sharded
+            if stage in unsharded:
+                unsharded.remove(stage)
+                sharded.add(stage)
+    return states
+
+
+def with_gradient_state(
+    action: Action, state: tuple[bool, bool], simulated: Mapping[Action, tuple[bool, bool]]
+) -> Action:
+    """Return the simulated action most like ``action``: of another microbatch if that does the same with gradients."""
+    alike = [a for a in simulated if (a.name, a.stage) == (action.name, action.stage)]
+    return min(alike, key=lambda a: (simulated[a] != state, simulated[a][0] != state[0], a != action))
 
 
 WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
@@ -107,32 +152,35 @@ def shift_ranks(operation: Operation, shift: int) -> Operation:
 
 
 def split_by_action(
-    operations: Sequence[Operation], chunks: Mapping[int, Action], run: range, own_rank: int
-) -> tuple[list[Operation], dict[Action, list[Operation]], list[Operation]]:
-    """Split one run of the schedule into the operations before its first action, of each action, and after the last.
+    operations: Sequence[Operation], chunks: Mapping[int, Action], run: range
+) -> tuple[list[Operation], dict[Action, list[Operation]], dict[tuple[str, int], Operation], list[Operation]]:
+    """Split one run of the schedule by its actions.
 
     Args:
         operations: all operations of the step.
         chunks: the computations of the pipeline, by the index in ``operations`` at which they begin.
         run: indices in ``operations`` of this run.
-        own_rank: global rank whose operations these are.
+
+    Returns:
+        The operations before the first action; those of each computation; a message by name and peer, since all have
+        the same size; and the operations after the last action.
     """
     before: list[Operation] = []
     after: list[Operation] = []
-    by_action: dict[Action, list[Operation]] = {}
-    message_names = {meaning: name for name, meaning in MESSAGES.items()}
+    computations: dict[Action, list[Operation]] = {}
+    messages: dict[tuple[str, int], Operation] = {}
     current = before
     for i in run:
         operation = operations[i]
         if i in chunks:
             # Operations since the last message, such as unsharding parameters, belong to this computation.
             current = after if current is after else []
-            by_action[chunks[i]], after = current, []
+            computations[chunks[i]], after = current, []
         if operation.name == WAIT_FOR_MESSAGE:  # belongs to the computation after it
             current = after
         if operation.peer is not None and operation.name != WAIT_FOR_MESSAGE:
-            by_action[message_names[operation.name, operation.peer > own_rank], 0, 0] = [operation]
+            messages[operation.name, operation.peer] = operation
             current = after
         else:
             current.append(operation)
-    return before, by_action, after
+    return before, computations, messages, after

@@ -1,6 +1,6 @@
 """Duration of a training step: a roofline model of each operation, replayed on the streams of communicating ranks."""
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -121,9 +121,8 @@ def replay_rank(
     """
     device = host = stream = copied_out = reduced = 0.0
     gathered: dict[str, float] = {}
-    received: Counter[int] = Counter()
-    messages: dict[int, float] = defaultdict(float)
-    not_waited_for: dict[int, deque[float]] = defaultdict(deque)
+    messages: dict[int, float] = defaultdict(float)  # end of the last message with each peer
+    received: dict[int, list[float]] = defaultdict(list)  # arrival of each message from each peer
 
     def wait(until: float, axis: str) -> float:
         time.waiting[axis] += max(0.0, until - device)
@@ -135,7 +134,7 @@ def replay_rank(
             device = wait(gathered.get(operation.module, 0.0), "shard")
             continue
         if operation.name == WAIT_FOR_MESSAGE and operation.peer is not None:
-            device = wait(not_waited_for[operation.peer].popleft(), "pipeline")
+            device = wait(received[operation.peer][operation.message], "pipeline")
             continue
         if operation.phase == "update" and stream > device:
             device = wait(stream, "shard")
@@ -150,11 +149,10 @@ def replay_rank(
             arrivals[rank, operation.peer].append(messages[operation.peer])
         elif operation.peer is not None:
             sent = arrivals[operation.peer, rank]
-            while len(sent) <= received[operation.peer]:
+            while len(sent) <= len(received[operation.peer]):
                 yield True
-            messages[operation.peer] = max(messages[operation.peer], sent[received[operation.peer]])
-            not_waited_for[operation.peer].append(messages[operation.peer])
-            received[operation.peer] += 1
+            messages[operation.peer] = max(messages[operation.peer], sent[len(received[operation.peer])])
+            received[operation.peer].append(messages[operation.peer])
         elif operation.axis == "host":  # CPU offload copies on FSDP's stream, in order with its collectives
             stream = max(stream, host) + seconds
             if operation.name == WAITING_COPY:
