@@ -2,7 +2,8 @@
 
     python scripts/benchmarks/family_parity.py
 
-Prints a markdown table. A small random model of transformers is saved, read by torchtrain, exported and read again.
+Prints a markdown table, with the families of scripts/families if that package is installed. A small random model of
+transformers is saved, read by torchtrain, exported and read again.
 The reference is transformers in float32: with its "eager" attention, and where it is named with "sdpa", its default.
 Beside the distance of torchtrain in bfloat16 is that of transformers in bfloat16, with "sdpa".
 """
@@ -22,7 +23,8 @@ from torch import Tensor
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.cli import run_and_exit
-from torchtrain.models.llama import Transformer
+from torchtrain.config.registry import MODELS
+from torchtrain.models.spec import Decoder, build_model
 from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 
@@ -39,13 +41,33 @@ SIZES: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # the name in transformers, and keys of config.json
+Keys = dict[str, Any]
+FAMILIES: dict[str, tuple[str, Keys]] = {  # the name in transformers, and keys of config.json
     "Llama 2": ("Llama", {"num_key_value_heads": 4}),
     "Llama 3": ("Llama", {}),
     "Mistral": ("Mistral", {"sliding_window": None, "head_dim": 48}),
     "Qwen2": ("Qwen2", {}),
     "Qwen3": ("Qwen3", {"head_dim": 48}),
+}
+EXAMPLES: dict[str, tuple[str, Keys]] = {  # those of the package in scripts/families
+    "SmolLM 3": ("SmolLM3", {}),
+    "Granite": (
+        "Granite",
+        {
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.25,
+            "residual_multiplier": 0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
+    "OLMo 2": ("Olmo2", {}),
+    "OLMo 3": ("Olmo3", {"sliding_window": 48}),
+    "Gemma 3": (
+        "Gemma3Text",
+        {"sliding_window": 48, "sliding_window_pattern": 2, "head_dim": 48, "query_pre_attn_scalar": 40},
+    ),
 }
 _LENGTH = {"factor": SEQ_LEN / ORIGINAL_SEQ_LEN, "original_max_position_embeddings": ORIGINAL_SEQ_LEN}
 SCALINGS: dict[str, dict[str, Any] | None] = {
@@ -93,15 +115,15 @@ class Parity:
 
 def random_model(family: str, scaling: str, tied: bool) -> Any:
     """A model of transformers in which norms and biases differ from their initial values."""
-    kind, keys = FAMILIES[family]
+    kind, keys = {**FAMILIES, **EXAMPLES}[family]
     rope = SCALINGS[scaling]
     given = {**SIZES, **keys, "tie_word_embeddings": tied, **({} if rope is None else {"rope_scaling": dict(rope)})}
     config = getattr(transformers, f"{kind}Config")(**given)
-    model = getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="eager")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     generator = torch.Generator().manual_seed(1)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
-            mean, std = 1.0, 0.1
+            mean, std = float(kind != "Gemma3Text"), 0.1  # Gemma adds 1
         elif parameter.ndim == 1:  # a bias
             mean, std = 0.0, 0.1
         elif "embed_tokens" in name or "lm_head" in name:
@@ -112,9 +134,9 @@ def random_model(family: str, scaling: str, tied: bool) -> Any:
     return model.eval()
 
 
-def read(folder: Path) -> Transformer:
+def read(folder: Path) -> Decoder:
     """The model in a Hugging Face folder."""
-    model = Transformer(read_hf_config(folder))
+    model = build_model(read_hf_config(folder))
     load_weights([model], folder, model.config)
     return model
 
@@ -173,7 +195,8 @@ def measure_both(family: str, scaling: str, folder: Path) -> Parity:
 
 def main() -> int:
     parser = ArgumentParser(description=__doc__)
-    parser.add_argument("--family", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    examples = EXAMPLES if "olmo2" in MODELS else {}
+    parser.add_argument("--family", nargs="+", choices=[*FAMILIES, *examples], default=[*FAMILIES, *examples])
     families = parser.parse_args().family
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

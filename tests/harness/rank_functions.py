@@ -10,11 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from parity import build, config_of, train
+from parity import Curve, build, config_of, train
 from torch import Tensor
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
+from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
@@ -131,3 +132,9 @@ def rope_in_a_step(parallelism: dict[str, int], checkpointing: str) -> RopeRecor
     with recorded_rope() as record:
         train(config, steps=1)
     return record
+
+
+def train_example_family(config: JobConfig, shape: TransformerConfig, document_start: int | None = None) -> Curve:
+    """``train`` a model of the package in ``scripts/families``."""
+    import_modules(["torchtrain_families"])
+    return train(config, shape, document_start=document_start)
