@@ -123,6 +123,15 @@ def test_config_survives_a_round_trip_through_the_model_section(name: str) -> No
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_initial_norms_multiply_by_one(name: str) -> None:
+    config = tiny(name)
+    norms = {key: weight for key, weight in build_model(config).named_parameters() if weight.ndim == 1}
+    assert len(norms) == {"olmo2": 4, "olmo3": 4, "gemma3_text": 6}.get(name, 2) * config.n_layers + 1
+    for key, weight in norms.items():
+        assert (weight == (0.0 if name == "gemma3_text" else 1.0)).all(), key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_flops_are_those_of_a_forward(name: str) -> None:
     """Those of attention by the lengths of windows, 5 in every second layer of a family that has them."""
     config, seq = tiny(name), TINY.max_seq_len
