@@ -52,7 +52,7 @@ ON_A_LAPTOP = "tests/plugins/replicas/test_replicas.py runs it"
 LISTED = {
     "export PYTHONPATH=.": OWN_MODEL,
     "pip install -e scripts/families": "tests/test_example_families.py lays out the files of an installation",
-    "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "a shorter run: test_example_families.py",
+    "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "test_example_families.py: shorter",
     "python -m torchtrain.convert outputs/olmo2 olmo2_hf": "slow tests of test_example_families.py export such runs",
     "pytest -m slow -k example_families": "takes minutes",
     "torchft_lighthouse --min_replicas 1 --bind 127.0.0.1:29510": ON_A_LAPTOP,

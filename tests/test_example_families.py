@@ -2,11 +2,13 @@
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, MupConfig
+from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.model_config import build_model_config, flavor_config, to_model_section
@@ -243,6 +246,17 @@ def test_package_that_is_installed_trains_without_an_option(tmp_path: Path) -> N
     assert len(logged_losses(tmp_path / "run")) == 2
 
 
-def test_a_module_of_a_family_is_short() -> None:
-    for path in (PACKAGE / "torchtrain_families").glob("*.py"):
-        assert len(path.read_text().splitlines()) < 150, path.name
+def test_page_has_the_lines_of_each_module() -> None:
+    page = (ROOT / "docs/families.md").read_text()
+    stated = dict(re.findall(r"\| `(\w+)` \| (\d+) \|", page)) | dict(re.findall(r"(\w+)\.py\S*\s\((\d+)", page))
+    lines = {path.stem: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py") if path.stem != "__init__"}
+    assert {name: int(count) for name, count in stated.items()} == lines
+    assert max(lines.values()) < 150
+
+
+@pytest.mark.parametrize("name", ["olmo3", "gemma3_text"])
+def test_schedule_that_windows_on_a_gpu_do_not_support_is_rejected(name: str) -> None:
+    mesh = SimpleNamespace(degrees=ParallelDims(pipeline=2), context=SimpleNamespace(device_type="cuda"))
+    config = config_of(parallelism={"pipeline_parallel_schedule": "ZBVZeroBubble"})
+    with pytest.raises(ConfigError, match="'ZBVZeroBubble' runs the backward of a block in two passes, which flex"):
+        MODELS[name].parallelize(None, mesh, config, None)

@@ -16,10 +16,10 @@ from torchtrain.models.llama.families import LINEAR_LAYERS
 from torchtrain.models.llama.model import FeedForward, TransformerBlock
 from torchtrain.models.spec import Decoder, ModelSpec
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain_families import layer_types
+from torchtrain_families import layer_types, sliding_windows
 from torchtrain_families.hf import check_without_mup, llama_like_format
 from torchtrain_families.norms import OffsetNorm
-from torchtrain_families.sliding_windows import SlidingWindowConfig, SlidingWindowTransformer, flops, rope_and_mask
+from torchtrain_families.sliding_windows import SlidingWindowConfig, SlidingWindowTransformer, rope_and_mask
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Gemma3(SlidingWindowTransformer):
 
 
 def parallelize(model: Decoder, mesh: Mesh, config: JobConfig, reducer: GradientReducer) -> None:
-    model.context = mesh.context
+    sliding_windows.use_context(model, mesh, config)
     if mesh.degrees.tensor > 1:
         for name, module in model.named_modules():
             if isinstance(module, OffsetNorm):
@@ -143,6 +143,6 @@ GEMMA3_TEXT = ModelSpec(
         write=write,
     ),
     check=check_without_mup,
-    flops=flops,
+    flops=sliding_windows.flops,
     parallelize=parallelize,
 )

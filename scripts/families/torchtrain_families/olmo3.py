@@ -9,9 +9,9 @@ from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.llama.families import LINEAR_LAYERS
 from torchtrain.models.spec import Decoder, ModelSpec
-from torchtrain_families import layer_types, olmo2
+from torchtrain_families import layer_types, olmo2, sliding_windows
 from torchtrain_families.hf import check_without_mup, llama_like_format
-from torchtrain_families.sliding_windows import SlidingWindowConfig, SlidingWindowTransformer, flops, rope_and_mask
+from torchtrain_families.sliding_windows import SlidingWindowConfig, SlidingWindowTransformer, rope_and_mask
 
 
 class Olmo3Block(olmo2.Olmo2Block):
@@ -24,7 +24,7 @@ class Olmo3(SlidingWindowTransformer):
 
 
 def parallelize(model: Decoder, mesh: Mesh, config: JobConfig, reducer: GradientReducer) -> None:
-    model.context = mesh.context
+    sliding_windows.use_context(model, mesh, config)
     olmo2.parallelize(model, mesh, config, reducer)
 
 
@@ -55,6 +55,6 @@ OLMO3 = ModelSpec(
         write=layer_types.write,
     ),
     check=check_without_mup,
-    flops=flops,
+    flops=sliding_windows.flops,
     parallelize=parallelize,
 )

@@ -9,10 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import BlockMask, and_masks
 
+from torchtrain.config.schema import JobConfig
+from torchtrain.distributed.mesh import Mesh
+from torchtrain.errors import ConfigError
 from torchtrain.models.document_mask import compiled_create_block_mask
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama.model import rope_frequencies
-from torchtrain.models.spec import matrix_shapes
+from torchtrain.models.spec import Decoder, matrix_shapes
 from torchtrain.parallelisms.context_parallel import local_sequence
 
 
@@ -73,6 +76,18 @@ class SlidingWindowTransformer(Transformer):
         local_mask = window_mask(mask, positions, self.config.sliding_window, self.context)
         local = self.local_cos[positions, None], self.local_sin[positions, None], local_mask
         return super().forward(tokens, positions, (mask, local), head)
+
+
+def use_context(model: Decoder, mesh: Mesh, config: JobConfig) -> None:
+    """Tell ``model`` over which mesh sequences are sharded. ConfigError: a GPU has no backward for the schedule."""
+    schedule = config.parallelism.pipeline_parallel_schedule
+    split = mesh.degrees.pipeline > 1 and schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
+    if split and mesh.context.device_type == "cuda":
+        raise ConfigError(
+            f"parallelism.pipeline_parallel_schedule = {schedule!r} runs the backward of a block in two passes, which "
+            "flex_attention, the kernel for sliding windows on a GPU, does not support; take Interleaved1F1B"
+        )
+    model.context = mesh.context
 
 
 def window_mask(
