@@ -100,7 +100,7 @@ def tiny(name: str) -> TransformerConfig:
     changes = {**MULTIPLIERS, "no_rope_layer_interval": 2, "sliding_window": 5, "full_attention_interval": 2}
     sizes = {key: value for key, value in vars(TINY).items() if key != "head_size"}
     own = {key: value for key, value in changes.items() if key in names}
-    tied = name in ("smollm3", "gemma3_text")
+    tied = name not in ("olmo2", "olmo3")
     return config_class(**sizes | own | {"head_dim": 6, "tied_embeddings": tied, "family": name})  # type: ignore[no-any-return]
 
 
