@@ -28,6 +28,7 @@ COMMANDS = [
     "python -m torchtrain.generate outputs/debug_model --prompts_file prompts.jsonl --output_file answers.jsonl "
     "--batch_size 32",
     'torchrun --standalone --nproc-per-node 2 -m torchtrain.generate outputs/debug_model --prompt "import"',
+    "python -m torchtrain.perplexity outputs/debug_model my_texts.jsonl",
     "python -m torchtrain.convert outputs/debug_model debug_model_hf",
     "python -m torchtrain.convert outputs/debug_model my_model_hf --dtype bfloat16",
     "NGPU=2 ./run_llama_train.sh --training.local_batch_size 4 --job.dump_folder outputs/two_ranks",
@@ -122,8 +123,6 @@ LISTED = {
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
-    "python -m torchtrain.evaluate --model torchtrain --model_args checkpoint=outputs/debug_model --tasks my_texts "
-    "--include_path .": "test_evaluate.py runs such a task",
     "python -m torchtrain.explain RUN --step N": "RUN and N stand for a run and a step",
     "python -m torchtrain.compare RUN --against FOLDER": "RUN and FOLDER stand for a run and an export",
     "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "exits with 1 if bfloat16 drifts too far; "
@@ -323,7 +322,7 @@ def test_commands_of_the_docs_run_in_a_fresh_clone(tmp_path: Path) -> None:
     assert "step 100/100" in first
     assert "resumed from outputs/debug_model/checkpoint/step-100" in resumed
     assert "done: step 120 of 120" in resumed
-    assert outputs[COMMANDS[3]].stdout.startswith("def main(")
+    assert outputs[COMMANDS[4]].stdout.startswith("def main(")
     assert len((clone / "answers.jsonl").read_text().splitlines()) == 3
     assert (clone / "curves.png").stat().st_size > 10_000
     import transformers

@@ -21,6 +21,7 @@ COMMANDS = {
     "prepare": ["--data.path", "{}/texts.jsonl", "--prepare.output", "{}/out", "--prepare.processes", "8"],
     "train": ["--job.config_file", "train_configs/debug_model.toml", "--training.steps", "10"],
     "generate": ["{trained}", "--prompt", "def", "--max_new_tokens", "60"],
+    "perplexity": ["{trained}", "{}/texts.jsonl"],
     "convert": ["{trained}", "{}/hf"],
     "compare": ["{trained}", "{trained}"],
     "estimate": ["--job.config_file", "train_configs/debug_model.toml", "--estimate.world_size", "2"],

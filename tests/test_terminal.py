@@ -143,6 +143,7 @@ COMMANDS = {
     "prepare": ("--job.config_file", "small.toml", "--prepare.output", "prepared"),
     "compare": ("run", "run"),
     "generate": ("run", "--prompt", "def", "--max_new_tokens", "3"),
+    "perplexity": ("run", "text.txt"),
     "convert": ("run", "exported"),
     "convert_config": ("titan.toml",),
     "explain": ("run", "--step", "2"),
@@ -164,7 +165,7 @@ def test_output_of_each_command_in_a_terminal(
     """Colors only where the terminal has them, and none as text."""
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
     (tmp_path / "titan.toml").write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
-    files = {"small.toml", "titan.toml", "run", "exported", "prepared"}
+    files = {"small.toml", "titan.toml", "run", "text.txt", "exported", "prepared"}
     for name, arguments in COMMANDS.items():
         terminal = Terminal(columns, **variables)
         given = [str(tmp_path / word) if word in files else word for word in arguments]

@@ -20,6 +20,7 @@ LAYERS = {
         "convert",
         "generate",
         "evaluate",
+        "perplexity",
         "estimate",
         "compare",
         "explain",
