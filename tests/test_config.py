@@ -155,7 +155,7 @@ def test_suggestions_for_a_missing_file_are_train_configs(
     Path("pyproject.toml").write_text('[project]\nname = "x"\n')
     Path("cut.toml").write_text("[training")
     Path("mine.toml").write_text("[training]\nsteps = 3\n")
-    with pytest.raises(ConfigError, match=r"is not a file; there are .*llama3_8b_stages.toml, mine.toml \(looked for"):
+    with pytest.raises(ConfigError, match=r"is not a file; there are .*smollm3_3b_stages.toml, mine.toml \(looked for"):
         from_file(name)
     with pytest.raises(ConfigError, match=r"did you mean '.*train_configs/llama3_8b.toml'"):
         from_file("llama3-8b.toml")

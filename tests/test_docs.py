@@ -123,6 +123,7 @@ LISTED = {
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
     "--estimate.search --estimate.output layout.toml": PLANNED,
     "python -m torchtrain.estimate": PLANNED,
+    "python -m torchtrain.estimate --job.config_file FILE --estimate.world_size GPUS": PLANNED,
     "python -m torchtrain.explain RUN --step N": "RUN and N stand for a run and a step",
     "python -m torchtrain.compare RUN --against FOLDER": "RUN and FOLDER stand for a run and an export",
     "python -m torchtrain.compare outputs/debug_model outputs/two_ranks": "exits with 1 if bfloat16 drifts too far; "
