@@ -5,6 +5,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl, write_prepared
@@ -15,7 +16,7 @@ from torchtrain.datasets.best_fit import pack
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import text_hash
 from torchtrain.datasets.packing import GROUP_WINDOWS
-from torchtrain.errors import ConfigError, DataError
+from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
 
 ENCODED = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]
@@ -128,6 +129,50 @@ def test_a_change_of_batch_or_length_leaves_out_open_groups_at_most(batch: int, 
         loader.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_data_that_are_read_once_are_read_to_their_end(seed: int, tmp_path: Path) -> None:
+    """By any ranks, and after changes of the batch; a change of the length leaves out the open group."""
+    texts = [f"number {number} " + "word " * (number % 9) for number in range(700)]
+    write_jsonl(tmp_path / "texts.jsonl", texts)
+    config = DataConfig(path=str(tmp_path / "texts.jsonl"), prefetch=0, packing="best_fit", when_exhausted="stop")
+    random_numbers = random.Random(seed)
+    saved, layout, changes, read = None, None, 0, Counter[str]()
+    while True:
+        batch, seq_len = random_numbers.choice([1, 3, 4, 12]), random_numbers.choice([32, 32, 48] if seed % 2 else [32])
+        ranks = random_numbers.choice([n for n in (1, 2, 3) if batch % n == 0])
+        loaders = [
+            make_loader(
+                config,
+                range(batch * rank // ranks, batch * (rank + 1) // ranks),
+                batch=batch,
+                seq_len=seq_len,
+                drop_last=False,
+            )
+            for rank in range(ranks)
+        ]
+        if saved is not None and layout is not None:
+            changes += seq_len != layout.seq_len
+            for loader in loaders:
+                loader.resume(saved, layout, [True])
+        for _ in range(random_numbers.randrange(1, 9)):
+            pieces = [piece for loader in loaders for row in loader.locate() for piece in row or ()]
+            for loader in loaders:
+                next(loader, None)
+            read.update(piece.place.position for piece in pieces if piece.offset == 0)
+            if not pieces:
+                break
+        if not pieces:
+            break
+        saved = np.concatenate([loader.state_dict()["rows"].numpy() for loader in loaders])
+        layout = loaders[0].layout
+    lengths = [len(TOKENIZER.encode(text, bos=True, eos=True)) for text in texts]
+    assert max(read.values()) == 1
+    if changes:
+        assert sum(lengths) - sum(lengths[int(of.split()[-1]) - 1] for of in read) <= changes * (32 + 1) * 49
+    else:
+        assert len(read) == len(texts)
+
+
 def test_runs_resume_with_the_same_bits(tmp_path: Path) -> None:
     data = [f"--data.path={source(tmp_path / 'data', 'local').path}", "--data.packing=best_fit", "--data.document_mask"]
     finish(tmp_path / "whole", *data, "--training.steps=6", ranks=2)
@@ -139,8 +184,9 @@ def test_runs_resume_with_the_same_bits(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_packed_is_rejected(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="packing = 'best_fit' needs when_exhausted = 'repeat'"):
-        DataConfig(packing="best_fit", when_exhausted="stop")
+    streamed = source(tmp_path / "streamed", "streamed").path
+    with pytest.raises(DataError, match=r"data.packing = 'best_fit' with data.when_exhausted = 'stop' needs text on a"):
+        make_loader(DataConfig(path=streamed, packing="best_fit", when_exhausted="stop"))
     prepared = write_prepared(tmp_path / "prepared", source(tmp_path / "data", "local").path)
     with pytest.raises(DataError, match="packing = 'best_fit' needs text, and data is TokenizedDataset"):
         make_loader(DataConfig(path=prepared, packing="best_fit"))

@@ -597,7 +597,8 @@ class DataConfig(SourcesConfig, name="data"):
     """What happens at the end of a source. repeat: read it again in another order; stop: end the run."""
     packing: Literal["cut", "best_fit"] = "cut"
     """How documents become sequences. cut: one after the other, cut where a sequence ends. best_fit: those that fit
-    into a sequence are not cut, and the rest of a sequence is padding, which is not predicted; text only."""
+    into a sequence are not cut, and the rest of a sequence is padding, which is not predicted; for text, and with
+    when_exhausted = 'stop' for text on a local disk."""
     exclude: LocalPath = ""
     """File with a list of documents that are not trained on, which torchtrain.explain writes. Their tokens have no
     loss, and are replaced by the end of a document; all other tokens stay in their steps and rows."""
@@ -618,13 +619,6 @@ class DataConfig(SourcesConfig, name="data"):
     converted copy and the prepared data, each by itself. Of larger files only parts are hashed, and of larger copies
     and prepared data only sizes are compared; torchtrain.prepare with prepare.verify hashes all prepared data. inf:
     always hash everything."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.packing == "cut" or self.when_exhausted == "repeat",
-            f"packing = {self.packing!r} needs when_exhausted = 'repeat': the rows would end at different steps",
-        )
 
 
 @dataclass(frozen=True)

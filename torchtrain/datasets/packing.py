@@ -97,6 +97,11 @@ class TextSource(DataSource):
                 f"{request.global_batch_size} up to data.streams; the number of data-parallel ranks must divide it: "
                 "raise data.streams, or prepare the data"
             )
+        if request.packing == "best_fit" and not request.repeat:
+            raise DataError(
+                "data.packing = 'best_fit' with data.when_exhausted = 'stop' needs text on a local disk, and "
+                f"{self.name} is not: its rows would end at different steps; set one of them to its default"
+            )
         stream: type[BestFitStream | PackedTextStream]
         stream = BestFitStream if request.packing == "best_fit" else PackedTextStream
         by_reader: dict[int, Stream] = {
@@ -140,6 +145,8 @@ class DocumentSource(TextSource):
             return super().streams(request)
         if request.sequential:
             return [SequentialTextStream(self, request)] * len(request.rows)
+        if request.packing == "best_fit":
+            return [DealtBestFitStream(self, request)] * len(request.rows)
         sequence = _Sequence(PackedTextStream(self, request, 0, 1), self.name)
         return [DealtTextStream(sequence, request.seq_len) for _ in request.rows]
 
@@ -364,14 +371,16 @@ class PackedTextStream(Stream):
         self._token -= 1
         return pieces
 
-    def read_document(self) -> ReadDocument:
-        """Read the next document, from its first token on.
+    def read_document(self) -> ReadDocument | None:
+        """Read the next document, from its first token on; None at the end of data that are not repeated.
 
         Raises:
             DataError: there is none in all of the source.
         """
         self._begun_at, self._length, self._read_fully = self._number, self._seq_len + 1, set()
-        tokens, text = next(self._documents)
+        tokens, text = next(self._documents, (None, ""))
+        if tokens is None:
+            return None
         part, seed = self._part_and_seed()
         place = functools.partial(self._source.describe, seed, part, self._document)
         self._document += 1
@@ -429,6 +438,8 @@ class BestFitStream(Stream):
     the group, their position after it, and the number of windows that have been drawn from it.
     """
 
+    _counts = 1  # numbers after the positions in the state, by which it differs from that of a subclass
+
     def __init__(self, source: TextSource, request: StreamRequest, reader: int, readers: int) -> None:
         self._documents = PackedTextStream(source, request, reader, readers)
         self._source = source
@@ -443,14 +454,16 @@ class BestFitStream(Stream):
 
     @property
     def state(self) -> State:
-        return (*self._begin, *self._end, self._drawn)
+        return (*self._begin, *self._end, *[0] * (self._counts - 1), self._drawn)
 
     @state.setter
     def state(self, state: State) -> None:
-        if len(state) % (2 * len(Share._fields)) != 1:
-            raise DataError(f"the saved position in {self._source.name} is of another data.packing")
-        half = len(state) // 2
-        self._begin, self._end, self._drawn = state[:half], state[half:-1], state[-1]
+        if len(state) % (2 * len(Share._fields)) != self._counts:
+            raise DataError(
+                f"the saved position in {self._source.name} is of another data.packing or data.when_exhausted"
+            )
+        half = len(state) // 2 - (self._counts - 1)
+        self._begin, self._end, self._drawn = state[:half], state[half : 2 * half], state[-1]
         self._windows = []
 
     def resume(self, saved: SavedPosition) -> int:
@@ -472,32 +485,33 @@ class BestFitStream(Stream):
         return windows_drawn
 
     def fill(
-        self,
-        windows: Sequence[Tokens],
-        windows_drawn: Sequence[int],  # noqa: ARG002
-        sizes: Sequence[Bytes] | None = None,
+        self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
     ) -> list[int]:
-        for number, window in enumerate(windows):
+        filled = []
+        for number, (window, drawn) in enumerate(zip(windows, windows_drawn, strict=True)):
             window[:], begin = IGNORE_INDEX, 0
-            for part in self._next():
+            parts = self._window(drawn)
+            for part in parts:
                 document, of_part = self._group[part.document], slice(part.offset, part.offset + part.tokens)
                 window[begin : begin + part.tokens] = document.tokens[of_part]
                 if sizes is not None:
                     shares = byte_shares(document.tokens, self._token_bytes, text_bytes(document.text))
                     sizes[number][begin : begin + part.tokens] = shares[of_part]
                 begin += part.tokens
-        return [len(window) for window in windows]
+            filled.append(len(window) if parts else 0)
+        return filled
 
     def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]]:
         state, located = self.state, []
-        for _ in windows_drawn:
-            pieces = [self._group[part.document].piece(part.offset, part.tokens) for part in self._next()]
+        for drawn in windows_drawn:
+            pieces = [self._group[part.document].piece(part.offset, part.tokens) for part in self._window(drawn)]
             located.append(pieces)
         self.state = state
         return located
 
-    def _next(self) -> list[Part]:
-        """The parts of the next window."""
+    def _window(self, drawn: int) -> list[Part]:  # noqa: ARG002
+        """The parts of the next window, before which the source has returned ``drawn`` for all rows; none at the end of
+        the data."""
         if not self._windows:
             self._read_group()
         if self._drawn == len(self._windows):
@@ -511,12 +525,50 @@ class BestFitStream(Stream):
             self._documents.state = self._begin
         self._group, tokens = [], 0
         while tokens < GROUP_WINDOWS * (self._seq_len + 1):
-            self._group.append(self._documents.read_document())
-            tokens += len(self._group[-1].tokens)
+            document = self._documents.read_document()
+            if document is None:
+                break
+            self._group.append(document)
+            tokens += len(document.tokens)
         self._end = self._documents.state
         packed = pack([len(document.tokens) for document in self._group], self._seq_len)
         order = permute(np.arange(len(packed)), len(packed), stream_seed(self._seed, *self._begin))
         self._windows = [packed[number] for number in order]
+
+
+class DealtBestFitStream(BestFitStream):
+    """As ``BestFitStream``, of one sequence of all documents. All rows in turn take its next window, as those of
+    ``DealtTextStream`` do, so that the rows of a rank share it. Its state has the windows drawn before the group.
+    """
+
+    _counts = 2
+
+    def __init__(self, source: DocumentSource, request: StreamRequest) -> None:
+        super().__init__(source, request, 0, 1)
+        self._logs = request.rows.start == 0
+
+    def resume(self, saved: SavedPosition) -> int:
+        self.state = tuple(saved.states[saved.states[:, -1].argmax()].tolist())
+        if saved.seq_len == self._seq_len:
+            return saved.windows_drawn
+        if saved.windows_drawn > self._drawn:
+            self._begin = self._end
+            if self._logs:
+                logger.info(
+                    "%s: with another training.seq_len, the rest of the open group is left out, at most %s tokens and "
+                    "the end of a document",
+                    *(self._source.name, f"{GROUP_WINDOWS * (saved.seq_len + 1):,}"),
+                )
+        self._drawn = -(-saved.windows_drawn * saved.seq_len // self._seq_len)
+        return self._drawn
+
+    def _window(self, drawn: int) -> list[Part]:
+        if not self._windows:
+            self._read_group()
+        while self._windows and drawn >= self._drawn + len(self._windows):
+            self._begin, self._drawn = self._end, self._drawn + len(self._windows)
+            self._read_group()
+        return self._windows[drawn - self._drawn] if self._windows else []
 
 
 class _Sequence:
