@@ -1,9 +1,10 @@
-"""Any chain of changes of batch, sequence length and ranks: each token of an epoch is trained on once."""
+"""Any chain of changes of batch, sequence length, ranks and sources: each token of an epoch is trained on once."""
 
 import itertools
 import random
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,15 +12,19 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from torchtrain.datasets.data_identity import Identity
 from torchtrain.datasets.data_source import Place, Stream, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.datasets.order import Mixture
+from torchtrain.datasets.file_formats import OnMalformed
+from torchtrain.datasets.order import Mixture, number_of_readers
 from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.plugins.prepared_data.tokenized import TokenWindowStream
 from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_size
+from torchtrain.plugins.remote_data.streamed_text import StreamedFile, StreamedText
 
-SEEDS = [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 100))]
+SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 75))]
+READERS = 4  # of streamed data, which a run keeps
 
 
 class Numbers:
@@ -32,13 +37,18 @@ class Numbers:
         return [0] * bos + [int(word) for word in text.split()] + [1] * eos
 
 
+def texts_of(lengths: list[int], first: int) -> tuple[list[str], range]:
+    """A text for each of ``lengths``, and the ids in all of them, from ``first`` on."""
+    ends = np.cumsum([first, *lengths]).tolist()
+    texts = [" ".join(map(str, range(start, end))) for start, end in itertools.pairwise(ends)]
+    return texts, range(first, ends[-1])
+
+
 class Documents(DocumentSource):
-    def __init__(self, lengths: list[int]) -> None:
+    def __init__(self, lengths: list[int], first: int = 2) -> None:
         super().__init__(len(lengths), "numbers")
-        ends = np.cumsum([2, *lengths]).tolist()
-        self.texts = [" ".join(map(str, range(start, end))) for start, end in itertools.pairwise(ends)]
-        self.tokens = range(2, ends[-1])
-        self.tokenizer = Numbers(ends[-1])
+        self.texts, self.tokens = texts_of(lengths, first)
+        self.tokenizer = Numbers(self.tokens.stop)
 
     def identity(self) -> str:
         return "numbers"
@@ -54,16 +64,36 @@ class DividedDocuments(Documents):
         return TextSource.streams(self, request)
 
 
+class StreamedDocuments(StreamedText):
+    """Files of which each is read in shares, or as a whole by its readers."""
+
+    has_shares = True
+
+    def __init__(self, lengths: list[int], first: int = 2) -> None:
+        texts, self.tokens = texts_of(lengths, first)
+        self.tokenizer = Numbers(self.tokens.stop)
+        files = [StreamedFile(0, self.has_shares, partial(self.documents, texts[n::3])) for n in range(3)]
+        super().__init__(files, READERS, "numbers", lambda: Identity("numbers"))
+
+    @staticmethod
+    def documents(texts: list[str], share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str]:  # noqa: ARG004
+        return iter(texts[len(texts) * share // shares : len(texts) * (share + 1) // shares][start:])
+
+
+class WholeFiles(StreamedDocuments):
+    has_shares = False
+
+
 class Tokens:
-    """Stands for a folder of prepared data, whose tokens are 0, 1, 2, ..."""
+    """Stands for a folder of prepared data, whose tokens are ``first``, ``first + 1``, ..."""
 
     name = "tokens"
     folder = SimpleNamespace(reads_ahead=False)
     byte_scale = 1.0
 
-    def __init__(self, size: int) -> None:
-        self.tokens = range(1, size)  # the first one is never a label
-        self.tokenizer = Numbers(size)
+    def __init__(self, size: int, first: int = 0) -> None:
+        self.tokens = range(first + 1, first + size)  # the first one is never a label
+        self.tokenizer = Numbers(first + size)
 
     def __len__(self) -> int:
         return len(self.tokens) + 1
@@ -74,47 +104,73 @@ class Tokens:
     def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
         for start, out in zip(starts, outs, strict=True):
             assert start + len(out) <= len(self)
-            out[:] = np.arange(start, start + len(out))
+            out[:] = self.tokens.start - 1 + np.arange(start, start + len(out))
 
     def streams(self, request: StreamRequest) -> list[TokenWindowStream]:
         return [TokenWindowStream(self, request)] * len(request.rows)  # type: ignore[arg-type]
 
 
+Source = Documents | StreamedDocuments | Tokens
+
+
 def loader_of(
-    source: Documents | Tokens, batch: int, seq_len: int, ranks: int, rank: int, longest: int, *, repeat: bool = False
+    sources: Source | Mapping[Source, float],
+    batch: int,
+    seq_len: int,
+    ranks: int,
+    rank: int,
+    longest: int,
+    *,
+    repeat: bool = False,
 ) -> DataLoader:
+    """``sources``: one, or several with their weights."""
+    weights = sources if isinstance(sources, Mapping) else {sources: 1.0}
     rows = range(batch * rank // ranks, batch * (rank + 1) // ranks)
-    request = StreamRequest(source.tokenizer, seq_len, batch, rows, 1, 5, repeat, longest_seq_len=longest)  # type: ignore[arg-type]
+    readers = number_of_readers(READERS, batch)
+    requests = [
+        StreamRequest(source.tokenizer, seq_len, batch, rows, readers, 5, repeat, longest_seq_len=longest)  # type: ignore[arg-type]
+        for source in weights
+    ]
     return DataLoader(
-        [source.streams(request)],
-        Mixture([1]),
+        [source.streams(request) for source, request in zip(weights, requests, strict=True)],
+        Mixture(list(weights.values())),
         rows,
         seq_len=seq_len,
         global_batch_size=batch,
         prefetch=0,
         drop_last=False,
         device=torch.device("cpu"),
+        max_readers=READERS,
     )
 
 
 def labels_of_chain(
-    source: Documents | Tokens, random_numbers: random.Random, lengths: Sequence[int]
+    source: Source, random_numbers: random.Random, lengths: Sequence[int], other: Source | None = None
 ) -> tuple[dict[int, int], int]:
     """How often each token is a label in runs with other batches, lengths and ranks, each after the one before, until
-    the data end; and the number of changes of the length."""
+    ``source`` ends; and the number of changes of the length.
+
+    ``other``: a source that a part of the runs has too, some of them without ``source``, which then keeps its position.
+    """
     labels: Counter[int] = Counter()
     saved, layout, changes = None, None, 0
+    is_streamed = isinstance(source, StreamedDocuments)
     while True:
-        batch, seq_len = random_numbers.choice([1, 2, 3, 4, 6, 7, 12]), random_numbers.choice(lengths)
-        ranks = random_numbers.choice([n for n in (1, 2, 3) if batch % n == 0])
-        loaders = [loader_of(source, batch, seq_len, ranks, rank, max(lengths)) for rank in range(ranks)]
+        batch = random_numbers.choice([4, 8, 12, 16] if is_streamed else [1, 2, 3, 4, 6, 7, 12])
+        seq_len = random_numbers.choice(lengths)
+        ranks = random_numbers.choice([n for n in (1, 2, 3, 4) if (READERS if is_streamed else batch) % n == 0])
+        weights = random_numbers.choice([{source: 1.0}] if other is None else mixtures(source, other))
+        loaders = [loader_of(weights, batch, seq_len, ranks, rank, max(lengths)) for rank in range(ranks)]
         if saved is not None and layout is not None:
             changes += seq_len != layout.seq_len
             for loader in loaders:
-                loader.resume(saved, layout, [True])
+                loader.resume(saved, layout, [number < len(layout.state_sizes) for number in range(len(weights))])
         for _ in range(random_numbers.randrange(1, 9)):
             batches = [next(loader, None) for loader in loaders]
             if not any(batches):
+                if len(weights) > 1:  # a step had rows of a source that has ended alone
+                    other = None
+                    break
                 del labels[IGNORE_INDEX]
                 return labels, changes
             for found in filter(None, batches):  # the loaders of a run end together; these do not communicate
@@ -123,15 +179,21 @@ def labels_of_chain(
         layout = loaders[0].layout
 
 
+def mixtures(source: Source, other: Source) -> list[dict[Source, float]]:
+    return [{source: 1.0}, {source: 1.0, other: 0.5}, {source: 0.0, other: 1.0}]
+
+
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", [Documents, DividedDocuments])
-def test_every_token_of_text_is_trained_on_once(kind: type[Documents], seed: int) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("kind", [Documents, DividedDocuments, StreamedDocuments, WholeFiles])
+def test_every_token_of_text_is_trained_on_once(
+    kind: type[Documents] | type[StreamedDocuments], mixed: bool, seed: int
+) -> None:
     random_numbers = random.Random(seed)
     source = kind([random_numbers.choice([1, 2, 7, 20, 90]) for _ in range(random_numbers.randrange(20, 80))])
-    counts, _ = labels_of_chain(source, random_numbers, [5, 8, 16, 33])
-    del counts[0], counts[1]  # bos and eos
-    assert set(counts.values()) == {1}
-    assert counts.keys() == set(source.tokens)
+    other = kind([random_numbers.choice([3, 30]) for _ in range(20)], source.tokens.stop) if mixed else None
+    counts, _ = labels_of_chain(source, random_numbers, [5, 8, 16, 33], other)
+    assert {counts[token] for token in source.tokens} == {1}
 
 
 @pytest.mark.parametrize("batch", [1, 5, 8])
@@ -155,11 +217,13 @@ def test_rest_of_each_document_is_not_all_the_text(documents: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("lengths", [(4, 8, 32), (3, 7, 10)])
-def test_only_open_groups_of_prepared_data_are_left_out(lengths: tuple[int, ...], seed: int) -> None:
+def test_only_open_groups_of_prepared_data_are_left_out(lengths: tuple[int, ...], mixed: bool, seed: int) -> None:
     random_numbers = random.Random(seed)
     source = Tokens(random_numbers.randrange(3000, 30000))
-    counts, changes = labels_of_chain(source, random_numbers, lengths)
+    other = Tokens(random_numbers.randrange(300, 3000), len(source)) if mixed else None
+    counts, changes = labels_of_chain(source, random_numbers, lengths, other)
     block = block_size(len(source), max(lengths))
     group = max(1, len(source) // block // 64) * block
     border = 0 if max(lengths) in (4, 8, 32) else max(lengths) * (len(source) // block)
