@@ -86,6 +86,10 @@ class Stream(ABC):
     reads_ahead: bool = False
     """Whether ``read_ahead`` has an effect."""
 
+    can_skip: ClassVar[bool] = False
+    """Whether ``fill`` leaves ``state`` as it is, and depends on ``windows_drawn`` alone: then windows can be skipped
+    without reading them."""
+
     def read_ahead(self, windows_drawn: Sequence[int]) -> None:  # noqa: B027
         """Start reading the windows that ``fill`` will be called for, with these arguments."""
 

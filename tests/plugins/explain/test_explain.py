@@ -30,7 +30,7 @@ from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.explain.explanation import split_at
-from torchtrain.plugins.explain.run import on_one_rank, open_run
+from torchtrain.plugins.explain.run import on_one_rank, open_run, skip
 from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.remote_data.options import RemoteDataConfig
@@ -127,6 +127,21 @@ def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
     assert len(files) >= {"text": 60, "prepared": 1}.get(kinds, 2)
     if kinds != "local prepared" and not once:
         assert len(set(documents)) == len(DOCUMENTS)  # in each epoch the same places
+
+
+@pytest.mark.parametrize("kinds", ["prepared", "prepared prepared", "prepared local"])
+def test_batches_are_skipped_where_the_number_of_windows_is_the_position(kinds: str, tmp_path: Path) -> None:
+    sources = [one(tmp_path / str(number), kind) for number, kind in enumerate(kinds.split())]
+    sources[-1] = replace(sources[-1], weight=0.3)
+    config = DataConfig(sources=tuple(sources), prefetch=0)
+    skipping, reading = make_loader(config, range(4), batch=4), make_loader(config, range(4), batch=4)
+    take(skipping, 3)
+    take(reading, 3 + 47)  # more than an epoch
+    assert skip(skipping, 47) == ("local" not in kinds)
+    if "local" not in kinds:
+        assert torch.equal(skipping.state_dict()["rows"], reading.state_dict()["rows"])
+        assert skipping.locate() == reading.locate()
+        assert torch.equal(take(skipping, 5), take(reading, 5))
 
 
 def test_a_stream_without_places_is_split_at_bos() -> None:

@@ -153,12 +153,28 @@ def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
             _require_same_data(loader, run.identity, f"the first checkpoint after step {run.step - 1}")
         step = position.step if position else 0
         last = run.step - 1 if number == run.part else run.plan.parts[number].training.steps
+        if run.plan.parts[number].data.when_exhausted == "repeat" and skip(loader, last - step):
+            step = last
         while step < last:
             if next(loader, None) is None:
                 raise DataError(f"the data end before step {run.step}: step {step} is the last one")
             step += 1
         position = Position(step, loader.state_dict()["rows"].numpy(), loader.layout, loader.identity)
     return loader, tokenizer
+
+
+def skip(loader: DataLoader, steps: int) -> bool:
+    """Let ``loader`` continue after ``steps`` more batches without reading them; False if its sources cannot."""
+    if not all(stream.can_skip for streams in loader.streams for stream in streams):
+        return False
+    rows, sources = loader.state_dict()["rows"], len(loader.streams)
+    drawn = rows[:, 1 : 1 + sources]
+    for _ in range(steps):
+        of_rows = loader.mixture.choose(int(drawn[0].sum()) + np.arange(loader.global_batch_size))
+        drawn += torch.from_numpy(np.bincount(of_rows, minlength=sources))
+    rows[:, 0] += steps
+    loader.load_state_dict({"rows": rows})
+    return True
 
 
 def _open_loader(plan: RunPlan, number: int, tokenizer: Tokenizer) -> DataLoader:

@@ -292,6 +292,8 @@ class TokenWindowStream(Stream):
     the order's blocks, which a run keeps.
     """
 
+    can_skip = True
+
     def __init__(self, source: TokenizedDataset, request: StreamRequest):
         self._source = source
         self._token_bytes = np.array(request.tokenizer.token_bytes)
