@@ -1,21 +1,36 @@
 """The held-out part of a source, and a validation that depends on its documents alone."""
 
+import gzip
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, write_jsonl, write_prepared
-from forked_command import run_command
+from captured_log import captured_log
+from data_samples import (
+    DOCUMENTS,
+    TOKENIZER,
+    make_loader,
+    opened_text,
+    take,
+    write_hub_folder,
+    write_jsonl,
+    write_prepared,
+)
+from forked_command import checked_command, run_command
 from forked_run import CONFIG, finish, read_metrics
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, ValidationConfig
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.datasets.held_out import SourcePart, is_held_out
-from torchtrain.datasets.packing import DocumentSource
+from torchtrain.datasets.held_out import SourcePart, is_held_out, part_of
+from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.plugins.evaluation.options import EvaluationConfig
+from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.remote_data.streamed_text import find_held_out
 
 SHARE = 0.3
 
@@ -29,6 +44,33 @@ def documents_in(loader: DataLoader) -> set[str]:
     """The texts of all batches of a loader of one row, without repetition."""
     tokens = torch.cat([batch.tokens[batch.labels != IGNORE_INDEX] for batch in loader]).tolist()
     return set(TOKENIZER.decode([token for token in tokens if token != TOKENIZER.bos_id]).split("end\n"))
+
+
+class Texts(TextSource):
+    """A source of another kind than those of torchtrain."""
+
+    def identity(self) -> str:
+        return "it"
+
+    def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:  # noqa: ARG002
+        yield from enumerate(DOCUMENTS[start:], start)
+
+
+def source_of(kind: str, folder: Path, text: str) -> SourceConfig:
+    """The documents of the file ``text`` as a source of which ``SHARE`` is held out."""
+    if kind == "prepared":
+        source = SourceConfig(path=text, held_out=SHARE)
+        prepare(source, "data", "", folder / "prepared", processes=2)
+        return replace(source, path=str(folder / "prepared"))
+    if kind == "hub":
+        return SourceConfig(name=write_hub_folder(folder / "hub", DOCUMENTS, files=3), held_out=SHARE)
+    if kind == "compressed":
+        (folder / "text.jsonl.gz").write_bytes(gzip.compress(Path(text).read_bytes()))
+        return SourceConfig(path=(folder / "text.jsonl.gz").as_uri(), held_out=SHARE)
+    return SourceConfig(path=Path(text).as_uri() if kind == "streamed" else text, held_out=SHARE)
+
+
+KINDS = ["local", "prepared", "streamed", "compressed", "hub"]
 
 
 def test_each_document_is_in_one_part_and_equal_ones_in_the_same(text: str) -> None:
@@ -46,10 +88,13 @@ def test_each_document_is_in_one_part_and_equal_ones_in_the_same(text: str) -> N
     assert parts[0].identity() != source.identity() != SourcePart(source, 0.2, held_out=True, section="").identity()
 
 
-def test_held_out_documents_are_not_trained_on(text: str) -> None:
-    config = DataConfig(path=text, held_out=SHARE, when_exhausted="stop", prefetch=0)
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_documents_are_not_trained_on(kind: str, tmp_path: Path, text: str) -> None:
+    """The same documents, however they are stored."""
+    source = source_of(kind, tmp_path, text)
+    config = DataConfig(**vars(source), when_exhausted="stop", prefetch=0)
     trained, held_out = (
-        documents_in(make_loader(config, range(1), batch=1, drop_last=False, held_out=held_out))
+        documents_in(make_loader(config, range(1), batch=1, seq_len=20_000, drop_last=False, held_out=held_out))
         for held_out in (False, True)
     )
     kept = {document.removesuffix("end\n") for document in DOCUMENTS if not is_held_out(document, SHARE)}
@@ -57,6 +102,88 @@ def test_held_out_documents_are_not_trained_on(text: str) -> None:
     assert len(kept) > len(others) > 10
     assert trained & (kept | others) == kept
     assert held_out & (kept | others) == others
+
+
+@pytest.mark.parametrize("kind", ["prepared", "streamed", "compressed"])
+def test_order_without_the_held_out_documents_resumes_and_has_any_layout(kind: str, tmp_path: Path, text: str) -> None:
+    """In the third epoch, too."""
+    config = DataConfig(**vars(source_of(kind, tmp_path, text)), prefetch=0, streams=4)
+    whole, halves = make_loader(config), [make_loader(config, range(4)), make_loader(config, range(4, 8))]
+    before = take(whole, 30)
+    assert torch.equal(before, torch.cat([take(half, 30) for half in halves], dim=1))
+    state, resumed = whole.state_dict(), make_loader(config)
+    resumed.load_state_dict(state)
+    assert torch.equal(take(resumed, 5), take(whole, 5))
+    tokens = len(before.flatten())
+    assert tokens > 2 * sum(len(TOKENIZER.encode(document, bos=True, eos=True)) for document in DOCUMENTS)
+    rows = [TOKENIZER.decode(row.tolist()) for row in before.transpose(0, 1).reshape(-1, 32)]
+    for document in filter(lambda document: is_held_out(document, SHARE), DOCUMENTS):
+        start = " ".join(document.split()[:2])
+        assert not any(f"{start} " in row or f"{start}\n" in row for row in rows)
+
+
+def test_held_out_documents_of_streamed_text_are_found_in_a_bounded_part_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtrain.plugins.remote_data.streamed_text.SHARE_BYTES", 20_000)
+    documents = [f"document {n} " + "words " * 30 for n in range(4000)]
+    path = Path(write_jsonl(tmp_path / "long.jsonl", documents))
+    source = opened_text(SourceConfig(path=path.as_uri()))
+    assert source.parts > 30
+    read: list[int] = []
+    one = type(source).read
+
+    def counted(self: TextSource, part: int, start: int) -> Iterator[tuple[int, str | None]]:
+        for number, text in one(self, part, start):
+            read.append(len(text or ""))
+            yield number, text
+
+    monkeypatch.setattr(type(source), "read", counted)
+    held_out = [document for document in documents if is_held_out(document, 0.01)]
+    everything = find_held_out(source, 0.01, 1e12)  # type: ignore[arg-type]
+    assert sorted(everything) == sorted(held_out)
+    assert sum(read) == sum(map(len, documents))
+    read.clear()
+    some = find_held_out(source, 0.01, 200_000)  # type: ignore[arg-type]
+    assert 200_000 <= sum(read) <= 200_000 + source.parts * max(map(len, documents))
+    assert 0 < len(some) < len(everything)
+    assert set(some) < set(everything)
+    read.clear()
+    many = find_held_out(source, 0.9, 200_000)  # type: ignore[arg-type]
+    assert sum(map(len, many)) <= 200_000 / 16 + source.parts * max(map(len, documents))
+    assert sum(read) < 30_000
+
+
+def test_prepare_writes_what_is_held_out_into_a_folder_of_its_own(tmp_path: Path, text: str) -> None:
+    out = str(tmp_path / "out")
+    arguments = ["torchtrain.prepare", "--data.path", text, "--prepare.output", out, "--data.held_out"]
+    log = checked_command(*arguments, "0.3").stderr
+    assert f"--data.path {out} --data.held_out 0.3, which validates on {out}/held_out" in log
+    assert "0 documents skipped" not in log  # that without text is counted once
+    files = {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
+    checked_command(*arguments, "0.3")
+    assert files == {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
+    result = run_command(*arguments, "0.2")
+    assert result.returncode == 2
+    assert "was begun with data.held_out = 0.3, not 0.2: set it to that, or use an empty folder" in result.stderr
+    inner = Path(out, "held_out", "shard-00000.tokens")
+    inner.write_bytes(inner.read_bytes()[::-1])
+    result = run_command("torchtrain.prepare", "--prepare.output", out, "--prepare.verify")
+    assert result.returncode == 2
+    assert f"{out}/held_out: shard-00000.tokens is damaged or missing" in result.stderr
+    Path(out, "held_out", "manifest.json").unlink()
+    config = DataConfig(path=out, held_out=SHARE, when_exhausted="stop")
+    make_loader(config)
+    with pytest.raises(DataError, match=r"out/held_out, the part of .* that data.held_out holds out, is missing or"):
+        make_loader(config, held_out=True)
+
+
+def test_data_with_a_held_out_part_train_without_the_option(tmp_path: Path, text: str) -> None:
+    source = source_of("prepared", tmp_path, text)
+    with captured_log() as log:
+        one, other = (make_loader(DataConfig(**vars(of))) for of in (source, replace(source, held_out=0.0)))
+    assert torch.equal(take(one, 5), take(other, 5))
+    assert "was prepared with data.held_out = 0.3, and is trained on without these documents" in "".join(log)
 
 
 @pytest.mark.parametrize("seq_len", [7, 32, 500])
@@ -131,8 +258,14 @@ def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) 
     with pytest.raises(DataError, match=r"data.held_out = 1e-06 holds out none of the 1 documents of .*: raise it"):
         make_loader(DataConfig(path=one, held_out=1e-6, when_exhausted="stop"), held_out=True)
     prepared = DataConfig(path=write_prepared(tmp_path / "prepared", text), held_out=SHARE)
-    with pytest.raises(DataError, match=r"data.held_out = 0.3 needs text on a local disk, and .*prepared.* is not"):
+    with pytest.raises(DataError, match=r"data.held_out = 0.3 must be that with which .*prepared.* was prepared, 0:"):
         make_loader(prepared)
+    streamed = DataConfig(path=Path(one).as_uri(), held_out=1e-6, when_exhausted="stop")
+    make_loader(streamed)
+    with pytest.raises(DataError, match=r"data.held_out = 1e-06 holds out none of the documents of .* that were read"):
+        make_loader(streamed, held_out=True)
+    with pytest.raises(DataError, match=r"data.held_out = 0.3 needs text or prepared data, and it is neither: set it"):
+        part_of(Texts(1, "it"), SHARE, held_out=False, section="data")
     with pytest.raises(ConfigError, match=r"documents of \[validation\] are all held out"):
         ValidationConfig(path=text, held_out=SHARE)
     with pytest.raises(ConfigError, match=r"held_out = 0.3 is an option of each source: put it into the tables"):
@@ -142,11 +275,6 @@ def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) 
     with pytest.raises(ConfigError, match=r"evaluation.prompts needs validations: set data.held_out, or"):
         JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))})
     JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))}, data=DataConfig(held_out=SHARE))
-    result = run_command(
-        "torchtrain.prepare", "--data.path", text, "--data.held_out", "0.3", "--prepare.output", str(tmp_path / "out")
-    )
-    assert result.returncode == 2
-    assert "prepare held-out data by themselves" in result.stderr
 
 
 def test_held_out_part_of_the_default_data_is_not_one_of_others(text: str, tmp_path: Path) -> None:
@@ -161,9 +289,12 @@ def test_held_out_part_of_the_default_data_is_not_one_of_others(text: str, tmp_p
     assert held_out("default.toml", "--data.path", text, "--data.held_out", "0.2") == 0.2
 
 
-def test_run_validates_on_what_it_holds_out(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("kind", ["local", "prepared", "streamed"])
+def test_run_validates_on_what_it_holds_out(kind: str, tmp_path: Path, text: str) -> None:
     """Without another option, beside data of its own, and on any ranks."""
-    options = ["--data.path", text, "--data.held_out", "0.3", "--training.steps", "3", "--validation.interval", "2"]
+    path = str(source_of(kind, tmp_path, text).path)
+    options = ["--data.path", path, "--data.held_out", "0.3", "--training.steps", "3", "--validation.interval", "2"]
+    options += ["--data.label", "text"]
     log = finish(tmp_path / "one", *options)
     assert "validation   30.00% of text, every 2 steps and at the end" in log
     finish(tmp_path / "two", *options, "--validation.enable", "--validation.path", text, ranks=2)

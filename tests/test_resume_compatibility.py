@@ -40,7 +40,7 @@ FROZEN = {  # every option, by kind and section
         "evaluation": "prompts prompt_max_new_tokens prompt_temperature tasks tasks_path tasks_limit",
         "exact_sums": "transport",
         "huggingface": "export export_weights export_dtype",
-        "remote_data": "cache_folder cache_gib",
+        "remote_data": "cache_folder cache_gib held_out_gib",
         "report": "enable",
         "comm": "init_timeout_seconds train_timeout_seconds",
         "recheck": "interval on_wrong_rank",

@@ -14,7 +14,7 @@ from torchtrain.config.schema import DataConfig, JobConfig
 from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContext, Stream, StreamRequest
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import read_exclusions
-from torchtrain.datasets.held_out import SourcePart
+from torchtrain.datasets.held_out import part_of
 from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
 from torchtrain.datasets.packing import TextSource
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -87,6 +87,7 @@ def build_dataloader(
             readers=readers,
             verify_bytes=config.verify_gib * 2**30,
             plugins=plugins,
+            held_out=held_out,
         )
         for number in range(len(config.all))
     ]
@@ -102,7 +103,7 @@ def build_dataloader(
         for source, context, answer in zip(config.all, contexts, answers, strict=True):
             found = DATA_SOURCES[source.source_type].open(source, context, answer)
             if source.held_out:
-                found = SourcePart(found, source.held_out, held_out=held_out, section=context.section)
+                found = part_of(found, source.held_out, held_out=held_out, section=context.section)
             sources.append(found)
         return [(source, source.identity()) for source in sources]
 

@@ -144,6 +144,8 @@ class SourceContext:
     """Data up to this size are hashed in full."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
     """``JobConfig.plugins``, for ``section_of``."""
+    held_out: bool = False
+    """Whether the held-out part of the source is read (``DataSource.part``)."""
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,19 @@ class DataSource(SourceType):
     def places_in(self, places: Collection[Place]) -> set[Place]:  # noqa: ARG002
         """Those of ``places`` that are in files of the source, if it has its documents by their places."""
         return set()
+
+    def part(self, share: float, *, held_out: bool, section: str) -> "DataSource":  # noqa: ARG002
+        """The ``share`` of the documents that is held out (``is_held_out`` in held_out.py), or the others.
+
+        A ``DocumentSource`` need not override it. ``section``: the section of the source's config, for messages.
+
+        Raises:
+            DataError: the source cannot be divided, or none of its documents is held out.
+        """
+        raise DataError(
+            f"{section}.held_out = {share:g} needs text or prepared data, and {self.name} is neither: set it to 0, and "
+            "give held-out data of their own in [validation]"
+        )
 
     @abstractmethod
     def streams(self, request: StreamRequest) -> list[Stream]:

@@ -14,6 +14,13 @@ def is_held_out(text: str, share: float) -> bool:
     return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) < share * 2**64
 
 
+def part_of(source: DataSource, share: float, *, held_out: bool, section: str) -> DataSource:
+    """The held-out documents of a source, or the others: ``DataSource.part``."""
+    if isinstance(source, DocumentSource):
+        return SourcePart(source, share, held_out=held_out, section=section)
+    return source.part(share, held_out=held_out, section=section)
+
+
 class SourcePart(DocumentSource):
     """The held-out documents of a source, or the others. The numbers of documents stay, those of the other part are
     empty.
@@ -25,15 +32,10 @@ class SourcePart(DocumentSource):
         section: the section of the source's config, for messages.
 
     Raises:
-        DataError: ``source`` does not have its documents at hand, or none of them is held out.
+        DataError: none of the documents is held out.
     """
 
-    def __init__(self, source: DataSource, share: float, *, held_out: bool, section: str) -> None:
-        if not isinstance(source, DocumentSource):
-            raise DataError(
-                f"{section}.held_out = {share} needs text on a local disk, and {source.name} is not: set it to 0, and "
-                "give held-out data of their own in [validation]"
-            )
+    def __init__(self, source: DocumentSource, share: float, *, held_out: bool, section: str) -> None:
         super().__init__(source.parts, source.name)
         self._source = source
         self._share = share

@@ -42,14 +42,12 @@ def run(config: JobConfig) -> int:
     from torchtrain.datasets.tokenizers import load_tokenizer
     from torchtrain.plugins.prepared_data.open_folder import open_folder
     from torchtrain.plugins.prepared_data.tokenize_dataset import open_input, tokenize
-    from torchtrain.plugins.prepared_data.tokenized import verify
+    from torchtrain.plugins.prepared_data.tokenized import HELD_OUT, verify
 
     rank, world_size = process_share()
     options = section_of(config, PrepareConfig)
     if not options.output:
         raise ConfigError("prepare.output must name the folder that the prepared data go to; it is empty")
-    if any(source.held_out for source in config.data.all):
-        raise ConfigError("data.held_out is for text that is read in training: prepare held-out data by themselves")
     if config.data.exclude:
         raise ConfigError(
             f"data.exclude = {config.data.exclude!r} is for training: prepare all documents, and train without these"
@@ -59,7 +57,10 @@ def run(config: JobConfig) -> int:
     folders = [f"{output}/{number}" for number in range(len(several))] if several else [output]
     if options.verify:
         for folder in folders:
-            verified = verify(open_folder(folder, "prepare.output"), folder)
+            opened = open_folder(folder, "prepare.output")
+            verified = verify(opened, folder)
+            if verified.held_out:
+                verify(opened.inner(HELD_OUT), f"{folder}/{HELD_OUT}")
             logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
         return 0
     output_path = local_path(output)
@@ -80,19 +81,21 @@ def run(config: JobConfig) -> int:
         open_input(source, key, tokenizer, verify_bytes, rank=rank, world_size=world_size)
         for source, key in zip(config.data.all, keys, strict=True)
     ]
-    for documents, folder in zip(inputs, folders, strict=True):
-        manifest = tokenize(documents, tokenizer, folder, processes, rank=rank, world_size=world_size)
+    for documents, source, folder in zip(inputs, config.data.all, folders, strict=True):
+        held_out = source.held_out
+        manifest = tokenize(documents, tokenizer, folder, processes, held_out, rank=rank, world_size=world_size)
         if manifest is None:
             continue
         shards = manifest.shards
         logger.setLevel(logging.INFO)  # the process that finishes last reports the result, whatever its rank
         logger.info(
             "%s: %s tokens of %s documents (%s bytes of text; %d documents skipped that are empty, null or not text); "
-            "to train on it: --data.path %s",
+            "to train on it: --data.path %s%s",
             folder,
             *(f"{sum(getattr(shard, field) for shard in shards):,}" for field in ("tokens", "documents", "bytes")),
             sum(shard.skipped for shard in shards),
             folder,
+            f" --data.held_out {held_out:g}, which validates on {folder}/{HELD_OUT}" if held_out else "",
         )
     return 0
 

@@ -39,6 +39,10 @@ class DataFolder(ABC):
     """Whether ``read_ahead`` has an effect."""
 
     @abstractmethod
+    def inner(self, name: str) -> "DataFolder":
+        """The folder ``name`` in this one."""
+
+    @abstractmethod
     def sizes(self) -> dict[str, int]:
         """Size in bytes of each file, by name; empty if the folder does not exist."""
 
@@ -82,6 +86,9 @@ class LocalFolder(DataFolder):
         self.path = path
         self.location = str(path)
         self._file = functools.lru_cache(_OPEN_FILES)(lambda name: _File(self.path / name))
+
+    def inner(self, name: str) -> "LocalFolder":
+        return LocalFolder(self.path / name)
 
     def sizes(self) -> dict[str, int]:
         def scan() -> dict[str, int]:

@@ -22,6 +22,7 @@ from torchtrain.datasets.file_formats import (
     ignore,
     is_splittable,
 )
+from torchtrain.datasets.held_out import is_held_out
 from torchtrain.datasets.local_files import documents_of
 from torchtrain.datasets.packing import DocumentSource
 from torchtrain.datasets.text_sources import read_with_retries
@@ -233,6 +234,39 @@ class ShardedFiles(ShardedInput):
                 counts.count_malformed(f"{file.location}: {location}")
 
             yield from file.documents(self._column, on_malformed, read)
+
+
+class ShardedPart(ShardedInput):
+    """The documents of an input that ``SourceConfig.held_out`` holds out, or the others.
+
+    Args:
+        whole: the input.
+        identity: that of the input.
+        share: the share of the documents that is held out.
+        held_out: whether these are the held-out ones.
+    """
+
+    def __init__(self, whole: ShardedInput, identity: str, share: float, *, held_out: bool) -> None:
+        self._whole, self._share, self._held_out = whole, share, held_out
+        self._identity = f"held-out {share:g} of {identity}" if held_out else identity
+        self.name = f"the held-out {share:g} of {whole.name}" if held_out else whole.name
+        self.shard_sizes, self.file_count = whole.shard_sizes, whole.file_count
+
+    def identity(self) -> str:
+        return self._identity
+
+    def read(self, shard: int, counts: InputCounts) -> Iterator[str | None]:
+        for text in self._whole.read(shard, InputCounts() if self._held_out else counts):
+            if not text:
+                yield "" if self._held_out else text  # so that it is counted once
+            else:
+                yield text if is_held_out(text, self._share) == self._held_out else ""
+
+    def content_hash(self, shard: int) -> str:
+        return self._whole.content_hash(shard)
+
+    def require_unchanged(self) -> None:
+        self._whole.require_unchanged()
 
 
 def _changed(name: str) -> DataError:

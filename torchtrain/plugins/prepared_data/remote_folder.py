@@ -61,6 +61,9 @@ class RemoteFolder(DataFolder):
     def _url(self, name: str) -> str:
         return f"{self.location}/{name}"
 
+    def inner(self, name: str) -> "RemoteFolder":
+        return RemoteFolder(self._url(name), self._option, self._cache)
+
     def sizes(self) -> dict[str, int]:
         self._connect()
 

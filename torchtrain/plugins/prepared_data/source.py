@@ -57,4 +57,10 @@ class PreparedFolder(FolderFormat):
         )
         if opened.skipped:
             logger.info("%s: %d documents were skipped when it was prepared", opened.name, opened.skipped)
+        if opened.held_out and not config.held_out:
+            logger.info(
+                "%s was prepared with data.held_out = %g, and is trained on without these documents; with %s.held_out "
+                "= %g they are validated on",
+                *(opened.name, opened.held_out, context.section, opened.held_out),
+            )
         return opened

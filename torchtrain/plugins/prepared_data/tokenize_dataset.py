@@ -66,9 +66,17 @@ from torchtrain.plugins.prepared_data.input_splits import (
     ShardedDocuments,
     ShardedFiles,
     ShardedInput,
+    ShardedPart,
 )
 from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, UNFINISHED, PreparedManifest, Shard, damaged_file
+from torchtrain.plugins.prepared_data.tokenized import (
+    HELD_OUT,
+    MANIFEST,
+    UNFINISHED,
+    PreparedManifest,
+    Shard,
+    damaged_file,
+)
 from torchtrain.plugins.remote_data.remote_files import find_remote_files, identify_remote, require_text_in_head
 from torchtrain.progress import Stderr
 
@@ -91,7 +99,8 @@ def prepare(
     """``tokenize`` a single ``source``, which ``open_input`` opens."""
     tokenizer = load_tokenizer(tokenizer_path)
     documents = open_input(source, key, tokenizer, verify_bytes, rank=rank, world_size=world_size)
-    return tokenize(documents, tokenizer, location, processes, rank=rank, world_size=world_size)
+    held_out = source.held_out
+    return tokenize(documents, tokenizer, location, processes, held_out, rank=rank, world_size=world_size)
 
 
 def open_input(
@@ -128,6 +137,7 @@ def tokenize(
     tokenizer: Tokenizer,
     location: str | Path,
     processes: int,
+    held_out: float = 0.0,
     *,
     rank: int = 0,
     world_size: int = 1,
@@ -139,6 +149,8 @@ def tokenize(
         tokenizer: the tokenizer.
         location: the output folder.
         processes: number of worker processes that this process starts.
+        held_out: the share of the documents that goes to the folder ``HELD_OUT`` in that folder; they are read again
+            for it.
         rank, world_size: number of this process, and of all processes that tokenize the source.
 
     Returns:
@@ -148,10 +160,28 @@ def tokenize(
         DataError: the folder contains another source or the work of another tokenizer, complete or not; another process
             is writing to it; or the input is damaged.
     """
+    if held_out:
+        identity, write = documents.identity(), partial(_tokenize, rank=rank, world_size=world_size)
+        rest, inner = (ShardedPart(documents, identity, held_out, held_out=part) for part in (False, True))
+        manifest = write(rest, tokenizer, location, processes, held_out)
+        return manifest if write(inner, tokenizer, f"{location}/{HELD_OUT}", processes, 0.0) else None
+    return _tokenize(documents, tokenizer, location, processes, 0.0, rank=rank, world_size=world_size)
+
+
+def _tokenize(
+    documents: ShardedInput,
+    tokenizer: Tokenizer,
+    location: str | Path,
+    processes: int,
+    held_out: float,
+    *,
+    rank: int,
+    world_size: int,
+) -> PreparedManifest | None:
+    """``tokenize`` into one folder; ``held_out``: the share of the documents that ``documents`` is without."""
     names = [f"shard-{number:05}" for number in range(len(documents.shard_sizes))]
-    plan = PreparedManifest(
-        tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity(), shard_count=len(names)
-    )
+    fields = tokenizer.content_hash, tokenizer.vocab_size, documents.name, documents.identity()
+    plan = PreparedManifest(*fields, shard_count=len(names), held_out=held_out)
     output = open_folder(str(location), "prepare.output")
     is_local = isinstance(output, LocalFolder)
     # One process flushes its files at the end, because after each shard the workers would wait for the disk.
@@ -302,6 +332,11 @@ def _require_same(plan: PreparedManifest, found: PreparedManifest, output: DataF
         raise DataError(
             f"{output.location} was begun with another tokenizer (SHA-256 {found.tokenizer_hash[:12]}..., now "
             f"{plan.tokenizer_hash[:12]}...); use that one, or an empty folder"
+        )
+    if found.held_out != plan.held_out:
+        raise DataError(
+            f"{output.location} was begun with data.held_out = {found.held_out:g}, not {plan.held_out:g}: set it to "
+            "that, or use an empty folder"
         )
     saved, current = sorted((found.source_fingerprint, plan.source_fingerprint), key=len)
     # One of them may lack the hash of all content, which comes last: it depends on data.verify_gib.

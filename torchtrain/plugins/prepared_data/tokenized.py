@@ -43,6 +43,7 @@ from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_siz
 
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished.json"  # a manifest without shards, until all shards are written
+HELD_OUT = "held_out"  # a folder in that of the others, with the documents that data.held_out holds out
 _FORMAT: Literal[1] = 1
 POSITION = re.compile(r"document ([0-9]{1,18}), from token ([0-9]{1,18})")
 SHARD_NAME = re.compile(r"shard-[0-9]{5,}")
@@ -91,6 +92,8 @@ class PreparedManifest:
     shard_count: int
     """Number of shards, also before they are written."""
     shards: tuple[Shard, ...] = ()
+    held_out: float = 0.0
+    """The share of the documents that is in the folder ``HELD_OUT`` instead."""
     format: Literal[1] = _FORMAT
 
     @property
@@ -158,6 +161,9 @@ class TokenizedDataset(DataSource):
                 f"model.tokenizer_path names ({tokenizer_hash[:12]}...); set that one, or prepare the data again"
             )
         self._manifest = manifest
+        self._verify_bytes = verify_bytes
+        self.held_out = manifest.held_out
+        """The share of the documents that is not in this folder, but in its folder ``HELD_OUT``."""
         self.skipped = sum(shard.skipped for shard in manifest.shards)
         sizes = folder.sizes()
         for shard in manifest.shards:
@@ -192,6 +198,22 @@ class TokenizedDataset(DataSource):
 
     def size(self, tokenizer: Tokenizer) -> SourceSize:  # noqa: ARG002
         return SourceSize(len(self), sum(shard.bytes for shard in self._manifest.shards))
+
+    def part(self, share: float, *, held_out: bool, section: str) -> DataSource:
+        if share != self.held_out:
+            raise DataError(
+                f"{section}.held_out = {share:g} must be that with which {self.name} was prepared, {self.held_out:g}: "
+                f"set it to that, or prepare the data again with --data.held_out {share:g}"
+            )
+        if not held_out:
+            return self
+        inner = self.folder.inner(HELD_OUT)
+        if MANIFEST not in inner.sizes():
+            raise DataError(
+                f"{inner.location}, the part of {self.name} that {section}.held_out holds out, is missing or only "
+                "partly prepared: run torchtrain.prepare again to finish it"
+            )
+        return TokenizedDataset(inner, self._manifest.tokenizer_hash, self._verify_bytes, f"{self.name} (held out)")
 
     def streams(self, request: StreamRequest) -> list[Stream]:
         stream = TokenWindowStream(self, request)

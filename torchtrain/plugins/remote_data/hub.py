@@ -177,6 +177,7 @@ def open_streamed(
     label: str,
     files: Sequence[tuple[str, int]],
     verify_bytes: float = math.inf,
+    held_out: Sequence[str] = (),
 ) -> StreamedText:
     """Open a dataset of the hub for streaming.
 
@@ -184,6 +185,7 @@ def open_streamed(
         readers: number of readers.
         files: the result of ``list_files``.
         verify_bytes: files of a local folder are hashed in full up to this total size.
+        held_out: see ``StreamedText``.
     """
     streamed = [_streamed_file(url, size, source.text_column) for url, size in files]
     names = "\0".join(url for url, _ in files)  # URLs contain the revision
@@ -193,7 +195,7 @@ def open_streamed(
         local = _local_files(source, label)
         return identify(local, verify_bytes) if local else Identity(of_names, _table_of(files))
 
-    return StreamedText(streamed, readers, label, identify_source)
+    return StreamedText(streamed, readers, label, identify_source, held_out=held_out)
 
 
 def _table_of(files: Iterable[tuple[str, int]]) -> FileTable:

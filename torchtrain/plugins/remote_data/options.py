@@ -18,3 +18,6 @@ class RemoteDataConfig(Section, name="remote_data"):
     validations and runs; the processes of a node share it. Empty: no cache."""
     cache_gib: Annotated[float, at_least(1)] = 100.0
     """Maximum size of the cache in GiB; the entries that were not used for the longest time are removed."""
+    held_out_gib: Annotated[float, ("be more than 0", lambda value: value > 0)] = 1.0
+    """GiB of the text of a streamed source that are read when a run starts, to find documents of data.held_out to
+    validate on; at most a sixteenth of it is kept. No document of data.held_out is trained on."""

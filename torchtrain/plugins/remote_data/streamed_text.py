@@ -1,9 +1,11 @@
 """Text of files that are read over the network as they are needed."""
 
+import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -11,15 +13,19 @@ from typing import Protocol
 import numpy as np
 
 from torchtrain.datasets.data_identity import FileTable, Identity
-from torchtrain.datasets.data_source import Place
+from torchtrain.datasets.data_source import DataSource, Place
 from torchtrain.datasets.file_formats import NotUTF8Error, OnMalformed, ignore
+from torchtrain.datasets.held_out import is_held_out
 from torchtrain.datasets.order import permute, stream_seed
-from torchtrain.datasets.packing import TextSource
+from torchtrain.datasets.packing import TextSource, text_bytes
+from torchtrain.datasets.text_sources import LocalText
 from torchtrain.errors import DataError, TorchtrainError
 from torchtrain.logging import logger
 
 SHUFFLED_DOCUMENTS = 128  # which each reader has in memory, to shuffle them
 SHARE_BYTES = 128 << 20  # a file that can be read in shares has one for each such number of bytes
+SEARCHED_PARTS = 64  # of which the beginnings are read to find held-out documents
+KEPT_SHARE = 1 / 16  # of what is read to find them: the most that is kept
 
 
 class ReadShare(Protocol):
@@ -61,6 +67,7 @@ class StreamedText(TextSource):
         readers: number of readers.
         identify: returns the identity of the documents.
         skip_not_utf8: read a part up to the first document that is not UTF-8, and count such files.
+        held_out: the documents to validate on, if the source has a held-out part (``find_held_out``).
     """
 
     one_reader_per_row = False
@@ -73,8 +80,11 @@ class StreamedText(TextSource):
         identify: Callable[[], Identity],
         *,
         skip_not_utf8: bool = False,
+        held_out: Sequence[str] = (),
     ):
         self._files = files
+        self._held_out = held_out
+        self._held_out_share = 0.0
         fewest = math.ceil(readers / len(files))
         shares = [max(fewest, -(-file.size // SHARE_BYTES)) if file.has_shares else fewest for file in files]
         largest = max(range(len(files)), key=lambda number: files[number].size)
@@ -104,7 +114,21 @@ class StreamedText(TextSource):
         return self._identify()
 
     def identity(self) -> str:
-        return self._identity.text
+        without = f", held out {self._held_out_share:g}" if self._held_out_share else ""
+        return self._identity.text + without
+
+    def part(self, share: float, *, held_out: bool, section: str) -> DataSource:
+        if not held_out:
+            rest = copy.copy(self)
+            rest._held_out_share = share
+            return rest
+        if not self._held_out:
+            raise DataError(
+                f"{section}.held_out = {share:g} holds out none of the documents of {self.name} that were read: raise "
+                "it or remote_data.held_out_gib, or set it to 0"
+            )
+        texts, size = self._held_out, sum(map(text_bytes, self._held_out))
+        return LocalText(texts, f"{self.name} (held out)", lambda **_: self._identity, size)
 
     def file_table(self) -> FileTable:
         return self._identity.files
@@ -134,7 +158,7 @@ class StreamedText(TextSource):
             position = file.position(share, shares, document)
         return Place(file.name or f"file {file_number} of {self.name}", position)
 
-    def read(self, part: int, start: int) -> Iterator[tuple[int, str | None]]:
+    def read(self, part: int, start: int) -> Generator[tuple[int, str | None], None, None]:
         number, share, shares = self._parts[part]
         where = f"file {number} of {len(self._files)}" + f", part {share} of {shares}" * (shares > 1)
         began, resumed = time.monotonic(), start > 0
@@ -145,7 +169,8 @@ class StreamedText(TextSource):
                 if resumed:
                     logger.info("%s: reached it after %.1f s", self.name, time.monotonic() - began)
                     resumed = False
-                yield start, text
+                is_left_out = text and self._held_out_share and is_held_out(text, self._held_out_share)
+                yield start, "" if is_left_out else text
                 start += 1
         except Exception as error:  # Each format's reader has its own errors for a damaged file.
             if self._skip_not_utf8 and isinstance(error, NotUTF8Error):
@@ -168,3 +193,30 @@ class StreamedText(TextSource):
                 "%s: %d of %d file(s) so far are not UTF-8; %s is skipped from document %d on: %s",
                 *(self.name, len(self.not_utf8), len(self._files), where, document, error),
             )
+
+
+def find_held_out(source: StreamedText, share: float, most_bytes: float) -> list[str]:
+    """Documents of the held-out ``share`` of a source, which is opened for one reader.
+
+    They are in the beginnings of up to ``SEARCHED_PARTS`` parts, from anywhere in the data, of which ``most_bytes`` of
+    text are read, and at most ``KEPT_SHARE`` of that is kept.
+    """
+    began, found, read_bytes = time.monotonic(), list[str](), 0
+    parts = sorted({int(part) for part in np.linspace(0, source.parts - 1, SEARCHED_PARTS)})
+    for part in parts:
+        of_part = kept = 0
+        with closing(source.read(part, 0)) as documents:
+            for _, text in documents:
+                size = text_bytes(text or "")
+                of_part += size
+                if text and is_held_out(text, share):
+                    found.append(text)
+                    kept += size
+                if of_part >= most_bytes / len(parts) or kept >= most_bytes / len(parts) * KEPT_SHARE:
+                    break
+        read_bytes += of_part
+    logger.info(
+        "%s: found %d held-out document(s) in %.1f MiB of text, in %.1f s (remote_data.held_out_gib)",
+        *(source.name, len(found), read_bytes / 2**20, time.monotonic() - began),
+    )
+    return found

@@ -22,7 +22,7 @@ from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
 from torchtrain.datasets.builtin_sources import is_streamed, open_source
 from torchtrain.datasets.data_source import DataSource, SourceContext
-from torchtrain.datasets.held_out import SourcePart
+from torchtrain.datasets.held_out import part_of
 from torchtrain.datasets.order import number_of_readers
 from torchtrain.datasets.packing import TextSource
 from torchtrain.distributed.agreement import on_rank0
@@ -321,11 +321,11 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
                     tokenizer=trainer.tokenizer,
                     verify_bytes=own.data.verify_gib * 2**30,
                     plugins=own.plugins,
+                    held_out=source.held_out > 0,
                 )
-                found = open_source(source, context)
+                known[_key(source)] = found = open_source(source, context)
                 if source.held_out:
-                    found = SourcePart(found, source.held_out, held_out=True, section=context.section)
-                known[_key(source)] = found
+                    part_of(found, source.held_out, held_out=True, section=context.section)
             try:
                 check_data_of_validation_parts(own)
                 check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
