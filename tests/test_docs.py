@@ -191,6 +191,16 @@ LISTED = {
     "python scripts/recipes.py --output outputs/recipes --tokens 300000 --report --picture recipes.png": (
         "needs the runs of the line above"
     ),
+    "pip install 'torchtrain[ladder]'": "needs a package index",
+    "python scripts/ladder.py --output outputs/ladder --sizes 32x2 48x2 64x2 96x2 --next 128x2 --mup "
+    "--rates 4e-3 1e-2 2.5e-2 --job.config_file train_configs/debug_model.toml --dry-run": (
+        "tests/test_ladder.py runs a similar command"
+    ),
+    "python scripts/ladder.py --output outputs/ladder --sizes 32x2 32x3 48x2 64x2 --next 96x2 --multiples 4 8 "
+    "--sweep 4 --rates 4e-3 1e-2 2.5e-2 --mup --job.config_file train_configs/debug_model.toml "
+    "--model.shape.head_dim 16 --model.shape.n_kv_heads 8 --training.local_batch_size 4 "
+    "--training.mixed_precision_param float32 "
+    "--lr_scheduler.min_lr_factor 0 --data.held_out 0.05 --validation.steps 160": ("takes minutes; run by hand"),
     "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
     "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --model.tokenizer_path "
