@@ -3,6 +3,7 @@
     python scripts/benchmarks/validate_estimate.py                  # the table of docs/estimate.md
     python scripts/benchmarks/validate_estimate.py --only '70B'     # the rows that contain a regular expression
     python scripts/benchmarks/validate_estimate.py --fit     # fits the efficiencies, for plugins/planner/hardware.py
+    python scripts/benchmarks/validate_estimate.py --others  # estimates of this trainer for the layouts of others
 
 Memory is not fitted, and no efficiency is fitted to the rows of ``HELD_OUT``. A row describes how the trainer of a run
 differed from this one, and the script reproduces it: which matrix products of a block selective checkpointing saved,
@@ -16,12 +17,15 @@ finds without this package's pass.
 import argparse
 import math
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import tomli
 import torch
 from torch import Tensor
 from torch.distributed.tensor.experimental._context_parallel._attention import (
@@ -42,10 +46,13 @@ from torchtrain.plugins.planner import simulation
 from torchtrain.plugins.planner.allocator import peak_reserved
 from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
 from torchtrain.plugins.planner.operations import Operation
+from torchtrain.plugins.planner.request import resolve_gpu
 from torchtrain.plugins.planner.simulation import simulate
+from torchtrain.plugins.planner.summary import estimate
 from torchtrain.plugins.planner.timing import CostModel, replay
 
 aten = torch.ops.aten
+OTHERS = Path(__file__).with_name("other_trainers.toml")
 EVERY_SECOND = (1, 3, 5, 0)  # of a block's seven products
 
 
@@ -148,6 +155,21 @@ HELD_OUT = (
     Row("Llama 2 7B, 128 A100 GPUs, compiled", FMS, "7B", 2, None, 4550, "none", **ON_128),
     Row("Llama 2 70B, 128 A100 GPUs, compiled, full", FMS, "70B", 2, None, 410, "full", **ON_128),
 )
+
+
+def print_others(pattern: str) -> None:
+    """Print the estimates for those runs of ``OTHERS`` whose name or source contains ``pattern``."""
+    print("| run | tokens/s | estimate | GiB | CPU seconds |", "| --- | --: | --: | --: | --: |", sep="\n")
+    for run in tomli.loads(OTHERS.read_text(encoding="utf-8"))["run"]:
+        name, tokens = f"{run.pop('name')} ({run.pop('source')})", run.pop("tokens")
+        if not re.search(pattern, name):
+            continue
+        config = from_toml(JobConfig, {"activation_checkpoint": {"mode": "none"}, "compile": {"enable": False}} | run)
+        started = time.process_time()
+        model_config = build_model_config(config.model, None, config.training.seq_len)
+        found = estimate(config, model_config, resolve_gpu(config))
+        error, seconds = found.tokens_per_second_per_gpu / tokens - 1, time.process_time() - started
+        print(f"| {name} | {tokens:,.0f} | {error:+.1%} | {found.peak_reserved_gib:.1f} | {seconds:.0f} |", flush=True)
 
 
 def complex_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -397,7 +419,11 @@ def main() -> None:
     parser.add_argument(
         "--only", metavar="PATTERN", default="", help="only the rows whose name and source contain a regular expression"
     )
+    parser.add_argument("--others", action="store_true", help="runs of other trainers, as estimates of this one")
     options = parser.parse_args()
+    if options.others:
+        print_others(options.only)
+        return
     if options.fit and options.only:
         parser.error("--fit needs all rows; leave out --only")
     rows = [row for row in ROWS + HELD_OUT if re.search(options.only, label(row))]
