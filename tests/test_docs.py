@@ -147,6 +147,7 @@ LISTED = {
     "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --only context": "takes a minute; run by hand",
+    "python scripts/benchmarks/validate_estimate.py --others": "minutes; test_estimate.py runs it with small models",
     "python scripts/benchmarks/interpret_kernels.py": "minutes; tests/test_lowered_numerics.py",
     "python scripts/benchmarks/fit_attention.py": "test_estimate.py fits the same",
     "python scripts/benchmarks/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import fit_attention
 import pytest
+import tomli
 import torch
 import torch.distributed as dist
 import validate_estimate
@@ -23,12 +24,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from torchtrain import estimate as command
 from torchtrain import train as trainer
-from torchtrain.config.parse import from_file, parse
+from torchtrain.config.parse import from_file, from_toml, parse
 from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, section_of
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.model_config import flavor_config
+from torchtrain.models.model_config import build_model_config, flavor_config
 from torchtrain.models.spec import flops_per_token
 from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
@@ -743,6 +744,22 @@ HEAD = re.compile(r"estimate.world_size (\d+)`: ([\d.]+) GiB, ([\d,]+) to ([\d,]
 CONFIGS = pytest.mark.parametrize(
     "path", sorted((ROOT / "train_configs").glob("llama*b.toml")), ids=lambda path: path.stem
 )
+
+
+def test_published_layouts_of_other_trainers_are_estimated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in tomli.loads(validate_estimate.OTHERS.read_text())["run"]:
+        from_toml(JobConfig, {key: run[key] for key in run.keys() - {"name", "source", "tokens"}})
+    options = 'model = {name = "llama3", flavor = "debugmodel"}\nestimate = {world_size = 1}\n'
+    config = from_toml(JobConfig, tomli.loads(options))
+    speed = estimate(config, build_model_config(config.model, None, 2048), GPUS["h100-80"]).tokens_per_second_per_gpu
+    rows = [f'[[run]]\nname = "{name}"\nsource = "here"\ntokens = {speed / 1.1}\n{options}' for name in ("a", "b")]
+    monkeypatch.setattr(validate_estimate, "OTHERS", tmp_path / "runs.toml")
+    validate_estimate.OTHERS.write_text("".join(rows))
+    validate_estimate.print_others("^b")
+    _, _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[:3] for line in lines] == [["| b (here)", f"{speed / 1.1:,.0f}", "+10.0%"]]
 
 
 @pytest.mark.parametrize("changes", [validate_estimate.PLAIN_LOSS, validate_estimate.OLD], ids=["plain", "old"])
