@@ -1161,13 +1161,13 @@ def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
     def message(name: str, peer: int, seconds: int) -> Operation:
         return sent(name, seconds, "pipeline", peer=peer, fsdp=False)
 
-    def waits_for(peer: int, index: int = 0) -> Operation:
-        return Operation(WAIT_FOR_MESSAGE, "forward", "", peer=peer, message=index)
+    def waits_for(peer: int, later: int = 0) -> Operation:
+        return Operation(WAIT_FOR_MESSAGE, "forward", "", peer=peer, message=later)
 
     sends = [computed(5), message("send", 1, 2), computed(3), message("send", 1, 2)]
     first = [*sends, message("recv", 1, 0), waits_for(1), computed(4)]
     receive = message("recv", 0, 0)
-    second = [receive, waits_for(0), computed(1), receive, waits_for(0, 1), computed(2), message("send", 0, 1)]
+    second = [receive, waits_for(0), computed(1), receive, waits_for(0), computed(2), message("send", 0, 1)]
     times = replay({0: first, 1: second}, cost_model)
     assert [time.seconds for time in times.values()] == [18, 18]
     waits = [{name: wait for name, wait in time.waiting.items() if wait} for time in times.values()]
@@ -1176,8 +1176,8 @@ def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
     early = [message("recv", 0, 0), computed(20), waits_for(0), computed(1)]
     assert replay({0: [computed(5), message("send", 1, 2)], 1: early}, cost_model)[1].seconds == 2 + 20 + 1
     # Messages may be needed in another order than they arrive.
-    for index, arrival in ((0, 6 + 2), (1, 9 + 2)):
-        late = [receive, receive, waits_for(0, index), computed(1)]
+    for later, arrival in ((1, 6 + 2), (0, 9 + 2)):
+        late = [receive, receive, waits_for(0, later), computed(1)]
         assert replay({0: sends, 1: late}, cost_model)[1].by_phase == {"forward": 1}
         assert replay({0: sends, 1: late}, cost_model)[1].waiting["pipeline"] == arrival
     with pytest.raises(AssertionError, match=r"deadlock: ranks \[0\] wait for messages that no rank sends"):

@@ -107,11 +107,12 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
         return works
 
     def observed_wait(works: list[dist.Work]) -> None:
-        for number, (received, messages) in enumerate(receiving):
+        for index, (received, messages) in enumerate(receiving):
             if received is works:
-                del receiving[number]
-                for peer, message in messages:
-                    recorder.record_operation(WAIT_FOR_MESSAGE, peer=peer, message=message)
+                del receiving[index]
+                for peer, number in messages:
+                    later = recorder.record.received[peer] - number - 1
+                    recorder.record_operation(WAIT_FOR_MESSAGE, peer=peer, message=later)
                 break
         wait_batch_p2p(works)
 

@@ -43,7 +43,7 @@ class Operation:
     peer: int | None = None
     """For a send, a receive, or the wait for a message, the global rank of the peer."""
     message: int = 0
-    """For the wait for a message, the index of the message among all that ``peer`` sends to this rank in this step."""
+    """For the wait for a message, how many other messages from ``peer`` were received after it and before the wait."""
     share: float = 1.0
     """Fraction of ``flops`` that the kernel computes, because attention skips masked blocks."""
     keys: float = 0.0

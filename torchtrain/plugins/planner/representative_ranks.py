@@ -105,8 +105,9 @@ def derive_step(
                 continue
             like = with_gradient_state(action, states[action], simulated_states) if action in states else action
             for operation in computations[like]:
-                waits = operation.name == WAIT_FOR_MESSAGE
-                record.operations.append(replace(operation, message=received[key]) if waits else operation)
+                if operation.name == WAIT_FOR_MESSAGE and operation.peer is not None:
+                    operation = replace(operation, message=record.received[operation.peer] - received[key] - 1)
+                record.operations.append(operation)
         record.operations += after
     return record
 

@@ -134,7 +134,7 @@ def replay_rank(
             device = wait(gathered.get(operation.module, 0.0), "shard")
             continue
         if operation.name == WAIT_FOR_MESSAGE and operation.peer is not None:
-            device = wait(received[operation.peer][operation.message], "pipeline")
+            device = wait(received[operation.peer][-1 - operation.message], "pipeline")
             continue
         if operation.phase == "update" and stream > device:
             device = wait(stream, "shard")
