@@ -74,7 +74,7 @@ def convert(
             converted = Path(folder) / "converted"
             convert(source_path, converted, to, dtype_name, tokenizer_path, weights, average)
             store.upload(converted, last=(CONFIG_FILE, MANIFEST))  # which make a folder of weights complete
-        logger.info("wrote %s", target)
+        logger.info("wrote %s, in %s", target, dtype_name)
         return
     target = Path(target)
     if target.exists() or target.is_symlink():
@@ -109,7 +109,7 @@ def convert(
                 save_tensors(tensors, value, writer, target)
     finally:
         dist.destroy_process_group()
-    logger.info("wrote %s", target)
+    logger.info("wrote %s, in %s", target, dtype_name)
 
 
 @dataclass(frozen=True)
