@@ -63,6 +63,9 @@ Comments are kept, keys without a counterpart become comments that say why, and 
 decay, are written out. What is left to set, such as the tokenizer, is at the end of the file, and printed. The exit
 code is 2 if an option must be changed by hand before the file is valid.
 
+torchtitan's default `dump_folder = "./outputs"` is kept, and here a folder has one run: for a first short try, add
+`--job.dump_folder outputs/trial`, and give each config a folder of its own.
+
 The configs of dense Llama models in torchtitan's repository of 2024-05 (6), 2025-01 (4) and 2025-10 (4) become valid
 files in this way. In 2026 torchtitan's configs are Python functions, which the command does not read.
 
