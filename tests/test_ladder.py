@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -361,6 +362,16 @@ def test_interrupted_ladder_resumes_its_runs(forked_ranks: dict[str, str], tmp_p
     assert all(5 < loss < 9 for loss in losses)
     assert losses[0] == max(losses)
     assert found["rate"] is None
+    # The loss of the run that was stopped is that of one that was not.
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "runs", whole / "runs")
+    shutil.copy(tmp_path / "options.json", whole)
+    shutil.rmtree(whole / last.parent.relative_to(tmp_path))
+    result = subprocess.run(
+        [*command, "--output", str(whole)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "run 1 of 1: " in result.stdout, result.stderr
+    assert [point["loss"] for point in json.loads((whole / "ladder.json").read_bytes())["points"]] == losses
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
