@@ -58,10 +58,11 @@ class Texts(TextSource):
 
 def source_of(kind: str, folder: Path, text: str) -> SourceConfig:
     """The documents of the file ``text`` as a source of which ``SHARE`` is held out."""
-    if kind == "prepared":
+    if kind.startswith("prepared"):
         source = SourceConfig(path=text, held_out=SHARE)
-        prepare(source, "data", "", folder / "prepared", processes=2)
-        return replace(source, path=str(folder / "prepared"))
+        output = (folder / "prepared").as_uri() if kind == "prepared by URL" else str(folder / "prepared")
+        prepare(source, "data", "", output, processes=2)
+        return replace(source, path=output)
     if kind == "hub":
         return SourceConfig(name=write_hub_folder(folder / "hub", DOCUMENTS, files=3), held_out=SHARE)
     if kind == "compressed":
@@ -70,7 +71,7 @@ def source_of(kind: str, folder: Path, text: str) -> SourceConfig:
     return SourceConfig(path=Path(text).as_uri() if kind == "streamed" else text, held_out=SHARE)
 
 
-KINDS = ["local", "prepared", "streamed", "compressed", "hub"]
+KINDS = ["local", "prepared", "prepared by URL", "streamed", "compressed", "hub"]
 
 
 def test_each_document_is_in_one_part_and_equal_ones_in_the_same(text: str) -> None:
