@@ -1,4 +1,4 @@
-"""The families of the package in scripts/families compute what transformers does, and train alike on every layout."""
+"""The families of the package in scripts/families compute what transformers does, the same on every layout."""
 
 import importlib
 import os

@@ -78,8 +78,6 @@ class Gemma3(SlidingWindowTransformer):
         mask: Any = None,
         head: Callable[[Tensor, nn.Module], Tensor] | None = None,
     ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h = tokens
         if self.tok_embeddings is not None and not tokens.is_floating_point():  # else hidden states
             h = self.tok_embeddings(tokens)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -52,8 +51,6 @@ class Granite(Transformer):
         mask: Any = None,
         head: Callable[[Tensor, nn.Module], Tensor] | None = None,
     ) -> Tensor:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         h = tokens
         if self.tok_embeddings is not None and not tokens.is_floating_point():  # else hidden states
             h = self.tok_embeddings(tokens) * self.config.embedding_multiplier
