@@ -377,7 +377,7 @@ def choose_form(sizes: int, multiples: int) -> Form:
         ConfigError: there are too few.
     """
     for form in FORMS:
-        # With one multiple, tokens are proportional to parameters: their two terms cannot be told apart.
+        # With one multiple, tokens are proportional to parameters: their terms cannot be distinguished.
         is_known = multiples > 1 or form.terms == ("C",)
         if sizes >= MIN_SIZES and is_known and sizes * multiples >= form.constants + SPARE:
             return form

@@ -103,8 +103,8 @@ def derive_step(
                     received[key] = record.received[peer]
                     record.received[peer] += 1
                 continue
-            like = with_gradient_state(action, states[action], simulated_states) if action in states else action
-            for operation in computations[like]:
+            template = with_gradient_state(action, states[action], simulated_states) if action in states else action
+            for operation in computations[template]:
                 if operation.name == WAIT_FOR_MESSAGE and operation.peer is not None:
                     operation = replace(operation, message=record.received[operation.peer] - received[key] - 1)
                 record.operations.append(operation)
@@ -135,9 +135,13 @@ def gradient_states(actions: Iterable[Action]) -> dict[Action, tuple[bool, bool]
 def with_gradient_state(
     action: Action, state: tuple[bool, bool], simulated: Mapping[Action, tuple[bool, bool]]
 ) -> Action:
-    """Return the simulated action most like ``action``: of another microbatch if that does the same with gradients."""
-    alike = [a for a in simulated if (a.name, a.stage) == (action.name, action.stage)]
-    return min(alike, key=lambda a: (simulated[a] != state, simulated[a][0] != state[0], a != action))
+    """Return the simulated action that represents ``action``, which has ``state`` (``gradient_states``).
+
+    If the action itself has another state in the simulated rank, that is one of another microbatch of the same stage.
+    If none has the state, whether gradients are reduced comes before whether they are added to others.
+    """
+    candidates = [a for a in simulated if (a.name, a.stage) == (action.name, action.stage)]
+    return min(candidates, key=lambda a: (simulated[a] != state, simulated[a][0] != state[0], a != action))
 
 
 WITHIN_STAGE = ("stage", "batch", "shard", "replicate", "context", "tensor")
