@@ -225,14 +225,15 @@ def test_only_open_groups_of_prepared_data_are_left_out(lengths: tuple[int, ...]
     other = Tokens(random_numbers.randrange(300, 3000), len(source)) if mixed else None
     counts, changes = labels_of_chain(source, random_numbers, lengths, other)
     block = block_size(len(source), max(lengths))
-    group = max(1, len(source) // block // 64) * block
+    groups = WindowOrder(len(source) - 1, max(lengths), block, 0).groups
+    group = -(-len(source) // block // groups) * block
     border = 0 if max(lengths) in (4, 8, 32) else max(lengths) * (len(source) // block)
     assert sum(counts[token] > 1 for token in source.tokens) <= border
     assert sum(counts[token] == 0 for token in source.tokens) <= changes * group + border + max(lengths)
 
 
 def test_order_of_prepared_data_mixes_places_and_differs_by_epoch() -> None:
-    """Neighbours in the order are from anywhere; a group has each of its blocks; epochs have other orders."""
+    """Neighbors in the order are from anywhere; an epoch has each window; epochs have other orders."""
     order = WindowOrder(2**20, 16, block_size(2**20, 16), 7)
     epochs = [np.array([order.start(epoch, number) for number in range(order.windows)]) for epoch in (0, 1)]
     for starts in epochs:
@@ -240,3 +241,25 @@ def test_order_of_prepared_data_mixes_places_and_differs_by_epoch() -> None:
         assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 0.1
         assert (np.diff(starts) == 16).mean() < 0.01
     assert abs(np.corrcoef(*epochs)[0, 1]) < 0.01
+
+
+@pytest.mark.parametrize("targets", [200_000, 2_000_000, 20_000_000, 100_000_000, 1_000_000_000, 10_000_000_000])
+@pytest.mark.parametrize(("seq_len", "batch", "longest"), [(128, 32, 128), (1024, 64, 8192), (2048, 256, 2048)])
+def test_batches_of_sorted_prepared_data_are_as_even_as_independent_rows(
+    targets: int, seq_len: int, batch: int, longest: int
+) -> None:
+    """Of data sorted by ten topics, the share of a topic in a batch deviates as that of independent rows does.
+
+    Neighbors are negatively correlated where few batches make a group: then together they are more even than that.
+    """
+    order = WindowOrder(targets, seq_len, block_size(targets, longest), 7)
+    batches = min(300, order.windows // batch)
+    if batches < 20:
+        pytest.skip("too few batches")
+    starts = np.array([order.start(0, number) for number in range(batches * batch)])
+    topics = (starts * 10 // targets).reshape(batches, batch)
+    shares = np.array([np.bincount(row, minlength=10) / batch for row in topics])
+    deviation = np.sqrt(np.mean((shares - 0.1) ** 2)) / np.sqrt(0.1 * 0.9 / batch)
+    neighbors = np.mean([np.corrcoef(shares[:-1, topic], shares[1:, topic])[0, 1] for topic in range(10)])
+    assert 0.8 < deviation < 1.1
+    assert neighbors < 0.1

@@ -7,12 +7,14 @@ import numpy.typing as npt
 
 from torchtrain.datasets.order import permute, stream_seed
 
-# A group is at most 1/64 of the data, and at most 1024 blocks (unless a single block is more). Windows of a group are
-# mixed: so the more blocks it has, the more places of the data a batch is from.
+# An epoch has 64 groups of blocks, but fewer if they would have less than 1024 blocks, so that a batch is drawn from
+# about as many places of the data as it has windows; and more if they would have more than 4096.
 _GROUPS = 64
-_BLOCKS_OF_A_GROUP = 1024
-# Blocks are about 1/1024 of the data, but not larger than 2^17 tokens, and not more than 2^20.
-_BLOCKS = 1024
+_LEAST_BLOCKS_OF_A_GROUP = 1024
+_MOST_BLOCKS_OF_A_GROUP = 4096
+# Blocks are as long as the longest windows, or longer where that leaves at least 16 groups, so that a run may change to
+# longer windows; up to 2^17 tokens. There are at most 2^20 blocks.
+_LEAST_GROUPS = 16
 _LARGEST_BLOCK = 1 << 17
 _MOST_BLOCKS = 1 << 20
 
@@ -24,20 +26,21 @@ def power_of_two(number: int) -> int:
 
 def block_size(targets: int, longest: int) -> int:
     """Tokens of a block, for data of ``targets`` tokens and windows of up to ``longest`` tokens: a power of two."""
-    wanted = min(targets // _BLOCKS, _LARGEST_BLOCK)
-    return power_of_two(max(longest, wanted, -(-targets // _MOST_BLOCKS)))
+    room = min(targets // (_LEAST_GROUPS * _LEAST_BLOCKS_OF_A_GROUP), _LARGEST_BLOCK)
+    return max(power_of_two(max(longest, -(-targets // _MOST_BLOCKS))), power_of_two(room + 1) // 2)
 
 
 class WindowOrder:
     """The order of the full windows of ``seq_len`` tokens in each epoch.
 
-    The data are divided into blocks of ``block`` tokens; the last one may have fewer. An epoch permutes the blocks,
-    makes a group of every few of them, and permutes the windows that begin in the blocks of a group. Windows of 2
-    tokens, blocks of 4, and groups of 2 blocks:
+    The data are divided into blocks of ``block`` tokens; the last one may have fewer. A number of consecutive blocks
+    form a stratum, and each group of an epoch has one block of every stratum, so that it is from all over the data
+    (stratified sampling). The windows that begin in the blocks of a group are permuted. Windows of 2 tokens, blocks of
+    4, and strata of 2 blocks, so that there are 2 groups:
 
-        tokens of the data          0  1  2  3 |  4  5  6  7 |  8  9 10 11 | 12 13 14 15
-        blocks, permuted            8  9 10 11    0  1  2  3 | 12 13 14 15    4  5  6  7
-        windows of each group     0-1  8-9  10-11  2-3       | 14-15  6-7  12-13  4-5
+        tokens of the data         0  1  2  3   4  5  6  7 |  8  9 10 11  12 13 14 15
+        group of each block             1           0      |       0           1
+        windows of each group      10-11  4-5  6-7  8-9    |  2-3  14-15  0-1  12-13
 
     Neither blocks nor groups depend on ``seq_len``. So a run that changes it between two groups reads nothing twice,
     and leaves nothing out, but for up to ``seq_len`` tokens at the ends of a block that is not a multiple of it.
@@ -49,11 +52,16 @@ class WindowOrder:
         self.windows = targets // seq_len
         self._seed = seed
         self._blocks = targets // block  # full ones; what is left is part of the last group
-        self._group_size = max(1, min(self._blocks // _GROUPS, _BLOCKS_OF_A_GROUP))
-        self._groups = max(1, -(-self._blocks // self._group_size))
+        most = max(_GROUPS, self._blocks // _MOST_BLOCKS_OF_A_GROUP)
+        self.groups = max(1, min(self._blocks // _LEAST_BLOCKS_OF_A_GROUP, most))
+        # Strata have ``groups`` blocks, a few of them one less.
+        strata = -(-self._blocks // self.groups)
+        self._borders = np.arange(strata + 1) * self._blocks // max(1, strata)
         self.ends = functools.lru_cache(4)(self._ends)
         """``ends(epoch)``: the number of windows up to the end of each group, int64 of shape (groups,)."""
+        self._groups_of_blocks = functools.lru_cache(2)(self._assign_groups)
         self._windows_of_group = functools.lru_cache(4)(self._permute_group)
+        self._latest = 0, range(0), np.empty(0, dtype=np.int64)  # epoch, windows and their order of a group
 
     def find(self, epoch: int, number: int) -> tuple[int, int]:
         """The group of the window ``number`` of an epoch, and its place in it."""
@@ -64,35 +72,39 @@ class WindowOrder:
         """The first token of the window ``number`` of an epoch; after all full windows, of the rest of the data."""
         if number >= self.windows:
             return self.windows * self.seq_len
-        group, place = self.find(epoch, number)
-        return int(self._windows_of_group(epoch, group)[place]) * self.seq_len
+        latest, numbers, order = self._latest
+        if epoch != latest or number not in numbers:
+            group, place = self.find(epoch, number)
+            order, first = self._windows_of_group(epoch, group), number - place
+            numbers = range(first, first + len(order))
+            self._latest = epoch, numbers, order
+        return int(order[number - numbers.start]) * self.seq_len
 
-    def _blocks_in_order(self, epoch: int, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        return permute(positions, self._blocks, stream_seed(self._seed, epoch))
+    def _assign_groups(self, epoch: int) -> npt.NDArray[np.int64]:
+        """The group of each block: blocks of a stratum are in consecutive groups, beginning with any of them."""
+        sizes = np.diff(self._borders)
+        firsts = permute(np.arange(len(sizes)), len(sizes), stream_seed(self._seed, epoch))
+        stratum = np.repeat(np.arange(len(sizes)), sizes)
+        return (np.arange(self._blocks) - self._borders[stratum] + firsts[stratum]) % sizes[stratum]
 
     def _first_windows(self, blocks: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """The first window that begins in each of ``blocks`` or after it."""
         return np.minimum(-(-blocks * self.block // self.seq_len), self.windows)
 
     def _ends(self, epoch: int) -> npt.NDArray[np.int64]:
-        counts = np.zeros(self._groups, dtype=np.int64)
-        if self._blocks:
-            order = self._blocks_in_order(epoch, np.arange(self._blocks))
-            of_blocks = self._first_windows(order + 1) - self._first_windows(order)
-            counts = np.add.reduceat(of_blocks, np.arange(0, self._blocks, self._group_size))
-        ends = counts.cumsum()
+        of_blocks = np.diff(self._first_windows(np.arange(self._blocks + 1)))
+        ends = np.bincount(self._groups_of_blocks(epoch), of_blocks, self.groups).astype(np.int64).cumsum()
         ends[-1] = self.windows  # with those of the last block, which is not full
         return ends
 
     def _permute_group(self, epoch: int, group: int) -> npt.NDArray[np.int64]:
         """The numbers of the windows of a group in the data, in their order."""
-        first = group * self._group_size
-        blocks = np.arange(first, min(first + self._group_size, self._blocks))
-        if len(blocks):
-            blocks = self._blocks_in_order(epoch, blocks)
+        blocks = np.flatnonzero(self._groups_of_blocks(epoch) == group)
         firsts, ends = self._first_windows(blocks), self._first_windows(blocks + 1)
-        if group == self._groups - 1:
+        if group == self.groups - 1:
             firsts = np.append(firsts, self._first_windows(np.array([self._blocks])))
             ends = np.append(ends, self.windows)
-        windows = np.concatenate([np.arange(*pair) for pair in zip(firsts, ends, strict=True)])
+        counts = ends - firsts
+        begins = counts.cumsum() - counts  # of each block's windows among all
+        windows: npt.NDArray[np.int64] = np.arange(counts.sum()) + np.repeat(firsts - begins, counts)
         return windows[permute(np.arange(len(windows)), len(windows), stream_seed(self._seed, epoch, group))]
