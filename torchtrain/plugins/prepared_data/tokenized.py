@@ -161,6 +161,7 @@ class TokenizedDataset(DataSource):
                 f"model.tokenizer_path names ({tokenizer_hash[:12]}...); set that one, or prepare the data again"
             )
         self._manifest = manifest
+        self._dtype = manifest.dtype
         self._verify_bytes = verify_bytes
         self.held_out = manifest.held_out
         """The share of the documents that is not in this folder, but in its folder ``HELD_OUT``."""
@@ -229,12 +230,12 @@ class TokenizedDataset(DataSource):
             StorageError: the file system or network fails for minutes.
             DataError: a file has changed since it was opened.
         """
-        ranges = [one for start, out in zip(starts, outs, strict=True) for one in self._ranges(start, len(out))]
-        contents = iter(self.folder.read_ranges(ranges))
-        for start, out in zip(starts, outs, strict=True):
+        ranges = [list(self._ranges(start, len(out))) for start, out in zip(starts, outs, strict=True)]
+        contents = iter(self.folder.read_ranges(list(itertools.chain.from_iterable(ranges))))
+        for out, of_window in zip(outs, ranges, strict=True):
             filled = 0
-            for _ in self._ranges(start, len(out)):
-                tokens = np.frombuffer(next(contents), self._manifest.dtype)
+            for _ in of_window:
+                tokens = np.frombuffer(next(contents), self._dtype)
                 if tokens.max(initial=0) >= self._manifest.vocab_size:
                     raise DataError(
                         f"{self.name} has the token {tokens.max()}, beyond its vocabulary of "
@@ -297,7 +298,7 @@ class TokenizedDataset(DataSource):
     def _ranges(self, start: int, count: int) -> Iterator[Range]:
         """The ranges of files that contain ``count`` tokens from ``start`` on, which may be in several shards."""
         assert start + count <= len(self)
-        size = self._manifest.dtype.itemsize
+        size = self._dtype.itemsize
         while count:
             index = int(np.searchsorted(self._ends, start, side="right"))  # skips shards without tokens
             shard = self._manifest.shards[index]
@@ -396,11 +397,15 @@ class TokenWindowStream(Stream):
         self._source.read(starts, [window[:count] for window, count in zip(windows, filled, strict=True)])
         for window, count, size in zip(windows, filled, sizes or (), strict=False):
             size[:count] = self._token_bytes[window[:count]] * self._source.byte_scale
-        for window, start, count in zip(windows, starts, filled, strict=True):
-            first = bisect_right(self._ends, start)
-            for begin, end in itertools.takewhile(lambda of: of[0] < start + count, self._excluded[first:]):  # noqa: B023
-                window[max(begin - start, 0) : min(end - start, count)] = IGNORE_INDEX
+        if self._excluded:
+            for window, start, count in zip(windows, starts, filled, strict=True):
+                self._mask_excluded(window, start, count)
         return filled
+
+    def _mask_excluded(self, window: Tokens, start: int, count: int) -> None:
+        first = bisect_right(self._ends, start)
+        for begin, end in itertools.takewhile(lambda of: of[0] < start + count, self._excluded[first:]):
+            window[max(begin - start, 0) : min(end - start, count)] = IGNORE_INDEX
 
     def read_ahead(self, windows_drawn: Sequence[int]) -> None:
         self._source.read_ahead(*self._locate(windows_drawn))
