@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 import xxhash
 from test_checkpoint import Run, assert_bitwise_equal, change_index, only_file, replace_small_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchtrain import convert, generate
-from torchtrain.checkpoint.format import INDEX, FileRecord, _manifest_text, manifest_bytes, read_manifest
+from torchtrain.checkpoint.format import INDEX, FileRecord, _manifest_text, _tile, manifest_bytes, read_manifest
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.errors import CheckpointError
@@ -299,3 +300,22 @@ def test_commands_report_a_crafted_checkpoint_in_one_line(
         if dist.is_initialized():
             dist.destroy_process_group()
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("boxes", "are_whole"),
+    [
+        ([((0, 0), (4, 6))], True),
+        ([((0, 0), (2, 6)), ((2, 0), (2, 6))], True),
+        ([((0, 0), (2, 3)), ((0, 3), (4, 3)), ((2, 0), (2, 3))], True),
+        ([((0, 0), (2, 6)), ((1, 0), (2, 6))], False),  # row 1 twice, row 3 missing, and as many elements
+        ([((0, 0), (4, 4)), ((0, 3), (4, 2))], False),  # column 3 twice, column 5 missing
+        ([((0, 0), (2, 6)), ((0, 0), (2, 6))], False),
+        ([((0, 0), (2, 6)), ((2, 0), (2, 5))], False),
+        ([((0, 0), (2, 6)), ((2, 1), (2, 6))], False),  # beyond the tensor
+    ],
+)
+def test_pieces_of_a_tensor_are_all_of_it_without_overlaps(boxes: list[Any], are_whole: bool) -> None:
+    pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+    assert _tile(pieces, torch.Size((4, 6))) is are_whole
+    assert _tile(pieces[::-1], torch.Size((4, 6))) is are_whole

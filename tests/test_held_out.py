@@ -4,6 +4,7 @@ import gzip
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,13 @@ from data_samples import (
 from forked_command import checked_command, run_command
 from forked_run import CONFIG, finish, read_metrics
 
+from torchtrain import trainer
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, ValidationConfig
+from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, TrainingConfig, ValidationConfig
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.held_out import SourcePart, is_held_out, part_of
 from torchtrain.datasets.packing import DocumentSource, TextSource
+from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.plugins.evaluation.options import EvaluationConfig
@@ -177,6 +180,26 @@ def test_prepare_writes_what_is_held_out_into_a_folder_of_its_own(tmp_path: Path
     make_loader(config)
     with pytest.raises(DataError, match=r"out/held_out, the part of .* that data.held_out holds out, is missing or"):
         make_loader(config, held_out=True)
+
+
+def test_held_out_documents_have_another_label_than_a_source_of_validation(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(trainer, "on_all_ranks", lambda function, _: function())
+    (tmp_path / "other").mkdir()
+    other = write_jsonl(tmp_path / "other" / "text.jsonl", ["only in [validation]"] * 20)
+    config = JobConfig(
+        data=DataConfig(path=text, held_out=SHARE),
+        validation=ValidationConfig(enable=True, path=other),
+        training=TrainingConfig(global_batch_size=1, seq_len=64),
+    )
+    group: Any = None
+    _, loaders = trainer.build_loaders(config, TOKENIZER, ParallelDims(), torch.device("cpu"), group)
+    assert list(loaders) == ["text", "text_held_out"]
+    assert documents_in(loaders["text"]) == {"only in [validation]" * 20}
+    assert "only in [validation]" not in "".join(documents_in(loaders["text_held_out"]))
 
 
 def test_data_with_a_held_out_part_train_without_the_option(tmp_path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -10,15 +11,16 @@ import pytest
 import torch
 from forked_run import CONFIG, finish, read_metrics
 from gloo_pool import GlooPool
-from parity import Curve, build, config_of, train
+from parity import Curve, build, config_of, train, with_options
 from torch import Tensor
 
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.plugins.diagnostics import loss_by_source
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_labels
 from torchtrain.trainer import TrainStep
 
@@ -47,7 +49,17 @@ def train_by_source(
 
     def attach(train_step: TrainStep) -> None:
         model = train_step.model
-        hook = LossBySource(["a", "b", "c"], model.loss, model.mesh.loss.get_group(), model.device)
+        sources = tuple(SourceConfig(path=name) for name in "abc")
+        enabled = with_options(JobConfig(data=DataConfig(sources=sources)), diagnostics={"enable_loss_by_source": True})
+        trainer = SimpleNamespace(
+            config=enabled,
+            model=model,
+            mesh=model.mesh,
+            device=model.device,
+            metrics=SimpleNamespace(step_metrics=[]),
+        )
+        hook = loss_by_source(trainer)  # type: ignore[arg-type]
+        assert isinstance(hook, LossBySource)
 
         class Check(StepHook):
             def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002

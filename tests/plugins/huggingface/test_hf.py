@@ -468,6 +468,7 @@ def test_transformers_reads_the_default_sentencepiece_tokenizer(tmp_path: Path) 
     write_hf_config(tmp_path, LLAMA2, "float32", "")
     ours, theirs = load_tokenizer(), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
+    assert theirs.encode("a text", "and another") == [*ours.encode("a text", bos=True), *ours.encode("and another")]
     again = load_tokenizer(str(tmp_path))
     assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)
     assert again.token_bytes == ours.token_bytes
@@ -565,6 +566,7 @@ def test_transformers_reads_a_tiktoken_tokenizer(tmp_path: Path, monkeypatch: py
     write_hf_config(tmp_path, LLAMA2, "float32", str(file))
     ours, theirs = load_tokenizer(str(file)), AutoTokenizer.from_pretrained(tmp_path)
     assert theirs.encode("shells") == ours.encode("shells", bos=True) == [ours.bos_id, *b"s", 270, *b"s"]
+    assert theirs.encode("shells", "12") == [ours.bos_id, *b"s", 270, *b"s", 266]
     assert theirs.encode(SAMPLE) == ours.encode(SAMPLE, bos=True)
     again = load_tokenizer(str(tmp_path))
     assert again.encode(SAMPLE, bos=True, eos=True) == ours.encode(SAMPLE, bos=True, eos=True)

@@ -119,6 +119,20 @@ def test_run_and_its_resume_are_one_mlflow_run(tmp_path: Path, uri: str) -> None
     assert newest(uri).data.params["model.name"] == "new"
 
 
+def test_each_line_of_a_step_is_stored_at_its_time_in_milliseconds(tmp_path: Path, uri: str) -> None:
+    """A step has a line of its training, and one of its validation."""
+    begin = time.time()
+    writers = open_writers(tmp_path / "out", uri)
+    for step in (1, 2):
+        writers.write({"step": step, "loss": 5.0 - step})
+        writers.write({"step": step, "validation_loss": 6.0 - step})
+    writers.close()
+    assert losses(uri) == [[(1, 4.0), (2, 3.0)]]
+    assert losses(uri, "validation/loss") == [[(1, 5.0), (2, 4.0)]]
+    history = client(uri).get_metric_history(newest(uri).info.run_id, "loss/average")
+    assert all(1000 * begin - 1 <= metric.timestamp <= 1000 * time.time() for metric in history)
+
+
 def test_undone_steps_begin_a_new_mlflow_run(tmp_path: Path, uri: str) -> None:
     """After a rollback, after a resume with the same options, and after one with others."""
     folder = tmp_path / "out"
