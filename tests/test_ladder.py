@@ -1,5 +1,6 @@
 """scripts/ladder.py: the laws of the loss and of the best rate on synthetic losses, the runs, and a real ladder."""
 
+import argparse
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,6 +229,30 @@ def test_dry_run_lists_runs_with_parameters_tokens_and_flops(tmp_path: Path) -> 
         f"{4 * flops / 1e9 / 60:,.1f} min",
     ]
     assert not (tmp_path / "ladder").exists()
+
+
+def small_ladder(folder: Path, ranks: int, *options: str) -> ladder.Ladder:
+    arguments = argparse.Namespace(
+        output=folder, sizes=["64x2", "96x3", "128x4"], rates=[4e-3], multiples=[5.0, 10.0], seeds=[0], ranks=ranks
+    )
+    vars(arguments).update(sweep=None, mup=False, next=None, flops_per_second=None)
+    return ladder.Ladder(arguments, [*DEBUG, "--training.global_batch_size", "16", *options])
+
+
+@pytest.mark.parametrize(("tied", "matrices"), [("True", 1), ("False", 2)])
+def test_embeddings_are_counted_as_often_as_there_are(tmp_path: Path, tied: str, matrices: int) -> None:
+    sizes = small_ladder(tmp_path, 1, f"--model.shape.tied_embeddings={tied}").sizes
+    assert [size.parameters - size.non_embedding for size in sizes] == [matrices * n * 4096 for n in (64, 96, 128)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_measured_speed_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """The measured tokens per second are those of one rank."""
+    own = small_ladder(tmp_path, ranks)
+    lines = [{"step": 1}, {"step": 2, "tokens_per_second": 1000.0}, {"step": 3, "tokens_per_second": 3000.0}]
+    monkeypatch.setattr(own, "loss", lambda *_: 1.0)
+    monkeypatch.setattr(ladder, "read_run", lambda _: SimpleNamespace(lines=lines))
+    assert own.speed(own.sizes[0]) == 2000.0 * own.sizes[0].flops_per_token * ranks
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from torchtrain.errors import ConfigError, HardwareError
 from torchtrain.metrics.step_hook import StepHook
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
 from torchtrain.plugins.diagnostics.norms import NormsByLayer
-from torchtrain.plugins.recheck.hashes import CHUNK, TensorHash
+from torchtrain.plugins.recheck.hashes import CHUNK, SummandObserver, TensorHash
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.recheck.recheck import Device, Recheck, check_same_kind, members_of_batch_ranks
 from torchtrain.plugins.recheck.vote import Verdict, contradictions, majority, vote
@@ -386,6 +386,15 @@ def test_hash_depends_on_each_bit_and_its_place(dtype: torch.dtype) -> None:
     assert (int(hash_of(signs)) == original) == (dtype == torch.uint8 and bool((signs == tensor).all()))
     assert int(hash_of(tensor.flip(0))) != original
     assert int(hash_of(tensor[:0])) == 0
+
+
+def test_discarded_summands_leave_each_bit_of_the_gradient() -> None:
+    """Also a negative zero, to which a positive one must not be added."""
+    observer = SummandObserver(TensorHash(torch.device("cpu")))
+    observer.start(discard=True)
+    summands, gradient = torch.ones(4), torch.tensor([-0.0, 0.0, 1.5, -1.0])
+    observer.see("group", summands)
+    assert torch.equal((gradient + summands).view(torch.int32), gradient.view(torch.int32))
 
 
 def test_hash_depends_on_the_order_of_chunks() -> None:
