@@ -24,6 +24,7 @@ from torchtrain import files
 from torchtrain.checkpoint import format as checkpoint_format
 from torchtrain.checkpoint import local_storage
 from torchtrain.checkpoint.format import (
+    CONFIG,
     INDEX,
     FileRecord,
     VerifiedReader,
@@ -34,9 +35,10 @@ from torchtrain.checkpoint.format import (
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalNewCheckpoint, LocalStorage, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.resume import find_resume_point
+from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import MANIFEST, CheckpointStorage
-from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
+from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection, OptimizerConfig
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.logging import logger
 from torchtrain.optimizers.groups import build_optimizer
@@ -166,6 +168,22 @@ def test_load_step_selects_a_checkpoint(tmp_path: Path) -> None:
     Run(tmp_path).train(1, 6)
     run = Run(tmp_path, load_step=4)
     assert run.manager.start.step == 4
+
+
+def test_saved_config_is_that_of_load_step(tmp_path: Path) -> None:
+    """Or of the newest checkpoint, unless its config is damaged: then that of the one before."""
+    for steps, lr in ((2, "0.1"), (4, "0.2"), (6, "0.3")):
+        config = f"[optimizer]\nlr = {lr}\n"
+        Run(tmp_path, config_toml=config, allow_changes=("optimizer.lr",)).train(steps - 1, steps)
+
+    def saved_lr(load_step: int) -> float | None:
+        checkpoint = CheckpointConfig(load_step=load_step)
+        saved = SavedRun(JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=checkpoint))
+        return saved.config and saved.config.optimizer.lr
+
+    assert [saved_lr(step) for step in (-1, 2, 4, 6, 3)] == [0.3, 0.1, 0.2, 0.3, None]
+    (tmp_path / "checkpoint" / "step-6" / CONFIG).write_text("damaged")
+    assert [saved_lr(step) for step in (-1, 4, 6)] == [0.2, 0.2, None]
 
 
 def test_missing_load_step_is_an_error_that_lists_the_saved_steps(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation, collective, moved_bytes, work_of
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
-from torchtrain.plugins.planner.representative_ranks import derive_step
+from torchtrain.plugins.planner.representative_ranks import derive_step, representative_pipeline_ranks
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate, simulate_steps
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
@@ -389,6 +389,26 @@ def test_extension_over_identical_layers_and_microbatches_is_exact(
             missing = other[key] - one[key]
             assert missing == pytest.approx(0, abs=1e-12) or missing == pytest.approx(left_out), key
     assert few.step_seconds == pytest.approx(full.step_seconds, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "expected"),
+    [
+        ("1F1B", (2, 2, 2, 2, 2, 1), [0, 1, 1, 1, 1, 5]),
+        ("1F1B", (2, 2, 3, 3, 2, 1), [0, 1, 2, 2, 1, 5]),
+        ("Interleaved1F1B", (1, 2, 2, 1, 1, 2, 3, 1), [0, 1, 2, 3]),  # rank 2 has stages 2 and 6
+        ("InterleavedZeroBubble", (1, 2, 2, 1, 1, 2, 2, 1), [0, 2, 2, 3]),
+        ("ZBVZeroBubble", (1, 2, 2, 1, 1, 2, 2, 1), [0, 2, 2, 3]),
+        ("ZBVZeroBubble", (1, 2, 2, 1, 1, 3, 2, 1), [0, 1, 2, 3]),  # rank 2 has stages 2 and 5
+        ("ZBVZeroBubble", (1, 2, 3, 1, 1, 3, 2, 1), [0, 1, 2, 3]),
+        ("GPipe", (2, 2, 2, 2), [0, 1, 2, 3]),
+    ],
+)
+def test_pipeline_ranks_with_other_layers_are_not_represented(
+    schedule: str, stages: tuple[int, ...], expected: list[int]
+) -> None:
+    ranks = len(expected)
+    assert representative_pipeline_ranks(stages, ranks, schedule) == expected
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
