@@ -20,6 +20,7 @@ from s3_server import S3Server
 from slurm import Slurm
 
 from torchtrain.config import registry
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.logging import logger
 
 
@@ -171,7 +172,7 @@ def _restore_registries() -> Iterator[None]:
 @pytest.fixture
 def process_group() -> None:
     """A gloo process group with only this process; ``_destroy_process_group`` destroys it."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(gloo_backend(), store=torch.distributed.HashStore(), rank=0, world_size=1)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from rank_functions import export
 from torchtrain import files
 from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 from torchtrain.config.schema import SourceConfig
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import ConfigError
 from torchtrain.files import PARTIAL_SUFFIX, atomic_write, partial_folder
 from torchtrain.models.llama import Transformer
@@ -169,7 +170,7 @@ def test_old_export_is_complete_until_the_new_one_is(tmp_path: Path, monkeypatch
         rename(source, target, **options)  # type: ignore[arg-type,call-overload]
         complete.append([path.name for path in tmp_path.iterdir() if (path / "config.json").exists()])
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     try:
         from torchtrain.checkpoint.states import ModelState
         from torchtrain.plugins.huggingface.safetensors_folder import save_hf

@@ -21,6 +21,7 @@ from torchtrain import convert, generate
 from torchtrain.checkpoint.format import INDEX, FileRecord, _manifest_text, _tile, manifest_bytes, read_manifest
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.storage import MANIFEST
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError
 from torchtrain.logging import logger
 
@@ -30,7 +31,7 @@ ESCAPE = "\x1b]0;owned\x07\n"
 @pytest.fixture(autouse=True)
 def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "fsync", lambda _: None)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -40,7 +41,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dump folder of a run with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("saved")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     Run(folder).train(1, 4)
     dist.destroy_process_group()
     return folder

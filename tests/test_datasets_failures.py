@@ -33,6 +33,7 @@ from torchtrain.datasets import file_formats, text_sources
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks, on_all_ranks, on_rank0
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, DataError, StorageError, TorchtrainError
 from torchtrain.plugins.remote_data import hub, remote_files
 
@@ -72,7 +73,7 @@ def make_stream_loader(
         drop_last=drop_last,
         device=torch.device("cpu"),
     )
-    loader.connect(dist.new_group(backend="gloo", timeout=timeout))
+    loader.connect(dist.new_group(backend=gloo_backend(), timeout=timeout))
     return loader
 
 

@@ -40,7 +40,7 @@ from torchtrain.checkpoint.storage import NewCheckpoint, WriterLease
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.cli import run_command as run_in_this_process
 from torchtrain.config.schema import CheckpointConfig
-from torchtrain.distributed.connections import new_gloo_group
+from torchtrain.distributed.connections import gloo_backend, new_gloo_group
 from torchtrain.errors import CheckpointError, StorageError
 from torchtrain.files import with_retries
 from torchtrain.models.llama import Transformer
@@ -716,7 +716,7 @@ def convert_on_this_rank(source: Path, target: Path, to: str) -> tuple[int, str]
     with redirect_stderr(errors), patch.dict(os.environ):
         os.environ.pop("RANK", None)
         code = convert.main([str(source), str(target), "--to", to])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     return code, errors.getvalue()
 
 

@@ -3,8 +3,11 @@
 import errno
 import math
 import os
+import platform
 import re
 import resource
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -176,11 +179,13 @@ def watchdog_timeouts_after_a_slow_step_of_rank_0(folder: Path) -> tuple[float, 
     return timeouts[0], timeouts[1]
 
 
-def test_groups_of_a_new_trainer_have_the_init_timeout(gloo: GlooPool, tmp_path: Path) -> None:
-    assert gloo.run(2, timeouts_of_a_new_run, tmp_path) == [{70.0 + REPORT_SECONDS, GROUP_TIMEOUT.total_seconds()}] * 2
+def test_groups_of_a_new_trainer_have_the_init_timeout_and_one_thread(gloo: GlooPool, tmp_path: Path) -> None:
+    timeouts = {70.0 + REPORT_SECONDS, GROUP_TIMEOUT.total_seconds()}
+    assert gloo.run(2, groups_of_a_new_run, tmp_path) == [(timeouts, {1})] * 2
 
 
-def timeouts_of_a_new_run(folder: Path) -> set[float]:
+def groups_of_a_new_run(folder: Path) -> tuple[set[float], set[int]]:
+    """The timeouts, in seconds, and the numbers of worker threads of the process groups of a trainer."""
     config = JobConfig(
         job=JobSection(dump_folder=str(folder)),
         training=TrainingConfig(local_batch_size=1, seq_len=16),
@@ -192,9 +197,40 @@ def timeouts_of_a_new_run(folder: Path) -> set[float]:
     with use_existing_process_group(TINY):
         trainer = Trainer(config)
     cpu = torch.device("cpu")
-    timeouts = {group._get_backend(cpu).options._timeout.total_seconds() for group in all_groups()}
+    options = [group._get_backend(cpu).options for group in all_groups()]
     trainer.checkpointer.close()
-    return timeouts
+    return {group._timeout.total_seconds() for group in options}, {group._threads for group in options}
+
+
+def test_a_gloo_group_has_one_worker_thread(gloo: GlooPool) -> None:
+    assert gloo.run(2, threads_of_a_group, "") == [2, 2]  # the other one waits for messages
+    assert gloo.run(2, threads_of_a_group, "lo,lo") == [3, 3]  # of each interface
+
+
+def threads_of_a_group(interfaces: str) -> int:
+    before = psutil.Process().num_threads()
+    with patch.dict(os.environ, GLOO_SOCKET_IFNAME=interfaces):
+        new_gloo_group(timedelta(seconds=60))
+    return psutil.Process().num_threads() - before
+
+
+def test_no_group_is_made_of_pytorchs_gloo() -> None:
+    root = Path(__file__).parents[1]
+    for path in (path for folder in ("torchtrain", "tests", "scripts") for path in (root / folder).rglob("*.py")):
+        found = re.findall(r"(?:init_process_group\(|backend=)[\"']gloo[\"'].*", path.read_text(encoding="utf-8"))
+        assert not found, f"{path.relative_to(root)} must use gloo_backend(): {found}"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="gloo_threads.c")
+def test_ranks_do_not_die_of_overlapping_collectives() -> None:
+    """With PyTorch's two threads per group they do: "malloc(): unaligned tcache chunk detected"."""
+    done = subprocess.run(
+        [sys.executable, "scripts/faults/gloo_threads.py", "--calls", "8"], capture_output=True, text=True
+    )
+    pytorch, ours = done.stdout.splitlines()
+    assert ours == "gloo_single_thread: 8 calls; a rank died in 0, and hung in 0"
+    assert "died in 0," not in pytorch, "gloo_backend is no longer needed"
 
 
 def test_cuda_uses_nccl_only_with_its_device_and_lazy_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from torchtrain.config.registry import MODELS
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.hf import hf_config
 from torchtrain.models.llama.model import rope_frequencies
@@ -205,7 +206,7 @@ def test_tables_are_float32_in_every_block_of_a_bfloat16_step(gloo: GlooPool, la
 
 
 def test_tables_are_float32_in_a_model_loaded_in_bfloat16(tmp_path: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     export(Transformer(replace(TINY, vocab_size=4096)), tmp_path / "hf")
     dist.destroy_process_group()
     trained = load_model(tmp_path / "hf", "cpu", "bfloat16")

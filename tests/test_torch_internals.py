@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 from torch.optim.adamw import adamw
 
 import torchtrain.torch_internals as internals
+from torchtrain.distributed.connections import gloo_backend
 
 PACKAGE = Path(internals.__file__).parent
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -47,7 +48,7 @@ def skip_if_newer(purpose: str) -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     dist.destroy_process_group()
 

@@ -32,6 +32,7 @@ from torchtrain.config.schema import ModelConfig, SourceConfig, ValidationConfig
 from torchtrain.datasets.local_files import identify
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.devices import peak_flops
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.evaluation.trained_model import load_model
@@ -53,7 +54,7 @@ def test_run_resumes_after_its_initial_weights_were_deleted(tmp_path: Path) -> N
 
 def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.plugins.huggingface.safetensors_folder.FILE_BYTES", 20_000)  # three files
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     target, shapes = tmp_path / "target", parameter_shapes(TINY)
     other_started, finish_other, errors = threading.Event(), threading.Event(), []
 

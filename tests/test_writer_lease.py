@@ -19,6 +19,7 @@ from test_checkpoint import Run
 
 from torchtrain.checkpoint.format import read_manifest, verify
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, SupersededError
 
 OPERATIONS = {"os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "open"}
@@ -27,7 +28,7 @@ OPERATIONS = {"os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", 
 @pytest.fixture(autouse=True)
 def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(os, "fsync", lambda _: None)  # slow, and there are hundreds of saves
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain.config.registry import OPTIMIZERS
 from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.distributed.mesh import Mesh, local, resolve_parallel_dims
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.container import OptimizerContainer
@@ -94,7 +95,7 @@ def sent_in(step: Callable[[], None]) -> int:
 
 def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    dist.init_process_group(gloo_backend(), init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     made = {way: make(way, args) for way in WAYS}
     elements = made["owners"][1]
     sent = torch.tensor(sent_in(made["owners"][0].step))

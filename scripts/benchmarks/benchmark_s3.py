@@ -29,6 +29,7 @@ from crash_test_s3 import BUCKET, KEYS, Server
 from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.states import load_tensors, save_tensors
 from torchtrain.checkpoint.storage import WriterLease
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     server = Server()
     try:
         os.environ.update(KEYS, AWS_ENDPOINT_URL=server.url)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
         benchmark = Benchmark(server, options.width, options.layers)
         pairs = {
             "ours": (benchmark.save_ours, benchmark.load_ours),

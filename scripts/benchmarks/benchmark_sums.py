@@ -24,6 +24,7 @@ from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 from torchtrain.config.schema import JobConfig, LRSchedulerConfig, ParallelismConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.step_check import StepCheck
@@ -92,7 +93,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
 
 def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks)
+    dist.init_process_group(gloo_backend(), init_method=f"file://{store}", rank=rank, world_size=args.ranks)
     steps = {way: make_step(way, args) for way in dict.fromkeys((FAST, *args.ways))}
     sequences = args.tokens // SEQ_LEN
     for microbatches in args.microbatches:

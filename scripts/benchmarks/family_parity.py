@@ -24,6 +24,7 @@ from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.cli import run_and_exit
 from torchtrain.config.registry import MODELS
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.models.spec import Decoder, build_model
 from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
@@ -199,7 +200,7 @@ def main() -> int:
     parser.add_argument("--family", nargs="+", choices=[*FAMILIES, *examples], default=[*FAMILIES, *examples])
     families = parser.parse_args().family
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group(gloo_backend(), store=torch.distributed.HashStore(), rank=0, world_size=1)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     print(f"transformers {transformers.__version__}, PyTorch {torch.__version__}. Each cell: largest difference of a")

@@ -20,7 +20,8 @@ CALLS_PER_PROCESS = 4
 class GlooPool:
     """``pool.run(4, function, *args)`` calls a module-level function on 4 ranks and returns their 4 results."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_seconds: int = TIMEOUT_SECONDS) -> None:
+        self.timeout_seconds = timeout_seconds
         self.context = context()
         self.calls = 0
         self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
@@ -49,22 +50,31 @@ class GlooPool:
         results: dict[int, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             for rank, connection in enumerate(connections):
-                connection.send((rank, ranks, str(Path(folder) / "store"), function, args))
+                try:
+                    connection.send((rank, ranks, str(Path(folder) / "store"), function, args))
+                except ConnectionError:
+                    raise AssertionError(f"a rank died after the previous call\n{self._deaths()}") from None
             while len(results) < ranks:
                 waiting = [connections[rank] for rank in range(ranks) if rank not in results]
-                ready = multiprocessing.connection.wait(waiting, timeout=TIMEOUT_SECONDS)
-                error = f"no rank answered within {TIMEOUT_SECONDS} s" if not ready else ""
+                ready = multiprocessing.connection.wait(waiting, timeout=self.timeout_seconds)
+                error = f"no rank answered within {self.timeout_seconds} s\n" if not ready else ""
                 for connection in ready:
                     rank = connections.index(connection)
                     try:
                         succeeded, results[rank] = connection.recv()
-                    except EOFError:
+                    except (EOFError, ConnectionError):
                         succeeded, results[rank] = False, "the process died"
                     if not succeeded:
                         error += f"rank {rank}: {results[rank]}\n"
                 if error:
-                    raise AssertionError(error)
+                    raise AssertionError(error + self._deaths())
         return [results[rank] for rank in range(ranks)]
+
+    def _deaths(self) -> str:
+        """The exit codes of processes that died: other ranks may be the first to report that, as a lost connection."""
+        multiprocessing.connection.wait([process.sentinel for process, _ in self.workers], timeout=0.2)
+        codes = {rank: process.exitcode for rank, (process, _) in enumerate(self.workers)}
+        return "".join(f"rank {rank}: exit code {code}\n" for rank, code in codes.items() if code is not None)
 
     def close(self) -> None:
         for process, connection in self.workers:
@@ -78,6 +88,8 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from torchtrain.distributed.connections import gloo_backend
+
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     while True:
@@ -87,7 +99,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
             return
         try:
             dist.init_process_group(
-                "gloo",
+                gloo_backend(),
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=ranks,

@@ -5,6 +5,7 @@ import os
 import resource
 import socket
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,35 @@ def check_interface() -> None:
         )
 
 
+def gloo_backend() -> str:
+    """The name of the backend of process groups on CPUs: gloo with one worker thread per group.
+
+    With PyTorch's two, a rank may die: when a thread has completed a collective, it assigns the collective's name to a
+    ``std::string`` of the group, without a lock (``ProcessGroupGloo::runLoop``). A name of more than 15 characters, as
+    that of DTensor's all-gathers (``ALLGATHER_COALESCED``), is on the heap, where one thread may write a name after the
+    other one has freed it: "malloc(): unaligned tcache chunk detected". ``"gloo"`` has no option for the number.
+    """
+    name = "gloo_single_thread"
+    dist.Backend.register_backend(name, _new_single_thread_gloo, extended_api=True, devices=["cpu", "cuda"])
+    return name
+
+
+def _new_single_thread_gloo(group: Any, _: object) -> Any:
+    """What PyTorch does for ``"gloo"``, apart from the number of threads."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    devices = [gloo.create_device(interface=interface) for interface in interfaces]
+    options._devices = devices or [gloo.create_default_device()]
+    options._threads = 1
+    options._timeout = group.timeout
+    options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
+    return gloo(group.store, group.group_rank, group.group_size, options)
+
+
 def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     """Create a gloo group of all ranks, for tensors in CPU memory. Collective."""
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    group: dist.ProcessGroup = dist.new_group(backend=gloo_backend(), timeout=timeout)
     # If gloo connects lazily, open all connections now: if a rank dies before a connection is opened, the other ranks
     # wait indefinitely (https://github.com/pytorch/gloo/issues/520).
     flag = torch.zeros(1)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.rendezvous import rendezvous
 
 from torchtrain.distributed.agreement import broadcast_through_store
-from torchtrain.distributed.connections import check_interface, new_gloo_group, raise_file_limit
+from torchtrain.distributed.connections import check_interface, gloo_backend, new_gloo_group, raise_file_limit
 from torchtrain.environment import require_ranks, require_threads
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.logging import logger
@@ -20,7 +20,7 @@ from torchtrain.torch_internals import _get_default_store, all_groups, set_group
 T = TypeVar("T")
 
 LAST_BARRIER_SECONDS = 3600  # rank 0 may still upload metrics while the other ranks wait
-THREADS_PER_RANK = 32  # with several mesh dimensions: three per gloo group; data loader, saves, signals
+THREADS_PER_RANK = 32  # with several mesh dimensions: two per gloo group; data loader, saves, signals
 DESTROY_SECONDS = 60  # from the last barrier until all ranks have destroyed their groups
 
 
@@ -130,7 +130,7 @@ def init_process_group(device: torch.device, timeout_seconds: int, through: Rend
         ConfigError, StorageError: see ``Rendezvous``.
     """
     timeout = timedelta(seconds=timeout_seconds)
-    options: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
+    options: dict[str, Any] = {"backend": gloo_backend(), "timeout": timeout}
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # Only NCCL, because a second backend would connect all ranks of each group of the mesh over gloo, too. With

@@ -38,6 +38,7 @@ from torchtrain.checkpoint.states import save_tensors
 from torchtrain.compare import main
 from torchtrain.config.parse import from_text, to_toml
 from torchtrain.config.schema import ParameterGroupConfig
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.comparison import runs
@@ -834,7 +835,7 @@ def test_states_of_any_optimizer_are_compared(tmp_path: Path) -> None:
         found = tensors_of(saved)
     key = "optimizer.layers.0.attention.wq.weight.exp_avg"
     other = key.replace("exp_avg", "trace")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     for name, change in (("b", 0.0), ("c", 1.0)):
         shutil.copytree(original, tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoint")

@@ -38,7 +38,7 @@ from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import check_same_architecture, load_weights
 from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
-from torchtrain.distributed.connections import new_gloo_group
+from torchtrain.distributed.connections import gloo_backend, new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.logging import logger
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
@@ -441,7 +441,7 @@ def test_meta_checkpoint_is_converted_for_transformers(tmp_path: Path, files: in
 
 @pytest.mark.parametrize("to", ["hf", "torchtrain"])
 def test_weights_beyond_the_range_of_float16_are_not_converted_to_it(tmp_path: Path, to: str) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     model = random_model(LLAMA2)
     with torch.no_grad():
         model.layers["1"].get_submodule("attention").get_submodule("wq").weight[3, 5] = 1e5

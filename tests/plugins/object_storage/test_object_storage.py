@@ -25,6 +25,7 @@ from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
+from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
 from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, export_origin
 from torchtrain.plugins.object_storage import object_store
@@ -40,7 +41,7 @@ def process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Threads would make the order of requests random.
     monkeypatch.setattr(object_storage, "ThreadPoolExecutor", SerialExecutor)
     monkeypatch.setattr(ObjectStore, "uploads", lambda _: [])
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     yield
     MemoryFileSystem.store.clear()
     dist.destroy_process_group()
