@@ -79,7 +79,7 @@ def test_killed_run_in_the_database_ends_like_one_in_a_folder(module: Path, tmp_
     output = finish(folder, *options, "--training.steps", "10", hook=partial(use_module_of, module))
     assert f"resumed from {storage}/step-6" in output
     assert storage.steps() == [2, 4, 6, 8, 10]
-    assert any(name.startswith("step-8.damaged") for name in storage.names())
+    assert "step-8.damaged" in " ".join(storage.names())
     finish(tmp_path / "local", "--training.steps", "10")
     assert hashes(storage, 10) == hashes(LocalStorage(str(tmp_path / "local/checkpoint")), 10)
     assert logged_losses(folder) == logged_losses(tmp_path / "local")

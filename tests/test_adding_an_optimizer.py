@@ -99,7 +99,7 @@ def test_lion_computes_the_update_of_its_paper() -> None:
         group["lr"] = 0.02 / step
         before = {name: value.clone() for name, value in optimizer.state_dict().items()}
         optimizer.step(torch.tensor(1.0))
-        assert all(torch.equal(value, before[name]) for name, value in optimizer.state_dict().items())
+        assert [name for name, value in optimizer.state_dict().items() if not torch.equal(value, before[name])] == []
         optimizer.step(torch.tensor(0.0))
         # Algorithm 2 of https://arxiv.org/abs/2302.06675
         direction = torch.sign(0.8 * average + 0.2 * gradient)

@@ -567,7 +567,8 @@ def test_loading_does_not_gather_the_metadata_of_all_ranks(tmp_path: Path, monke
     monkeypatch.setattr(dist, "all_gather_object", record)
     run.manager.load(2)
     assert gathered
-    assert not any(isinstance(sent, Metadata) for sent in gathered)  # each rank would hold the metadata of all ranks
+    # Otherwise each rank would hold the metadata of all ranks.
+    assert [sent for sent in gathered if isinstance(sent, Metadata)] == []
 
 
 def test_incomplete_parameter_is_an_error(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_invalid_command_line_is_rejected(
         parse(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         parse(arguments, print_errors=False)
     assert capsys.readouterr() == ("", "")
 
@@ -273,7 +273,7 @@ def test_every_option_is_documented(capsys: pytest.CaptureFixture[str], monkeypa
     texts = {name: help_of(capsys, "--help", name) for name in section_types()}
     assert max(len(line) for text in texts.values() for line in text.splitlines() if line.startswith("   ")) <= 80
     shown = re.findall(r"^  --(\S+) (\S+)", "\n".join(texts.values()), re.MULTILINE)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^0$"):
         tyro.cli(command_line_type(), args=["--help"], use_underscores=True)
     accepted = set(re.findall(r"--([a-z0-9_]+\.[a-z0-9_.]+)", capsys.readouterr().out))
     accepted -= {name for name in accepted if name.replace(".no_", ".") in accepted - {name}}  # negations

@@ -71,7 +71,7 @@ def test_kernels_of_other_dtypes_are_unchanged() -> None:
     with _scoped_library("aten", "IMPL") as library:
         replace_matmuls(library, [torch.bfloat16])
         after = [product(*inputs) for product in PRODUCTS.values()]
-    assert all(map(torch.equal, before, after))
+    assert [torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True] * len(PRODUCTS)
 
 
 @pytest.mark.usefixtures("float32_matmuls")
@@ -84,7 +84,7 @@ def test_gradients_are_computed_in_float32(dtype: torch.dtype) -> None:
         leaves = [x.requires_grad_(), weight.requires_grad_()]
         found = torch.autograd.grad(torch.nn.functional.linear(*leaves), leaves, grad)
         gradients.append([g.to(dtype) for g in found])
-    assert all(map(torch.equal, *gradients))
+    assert [torch.equal(*pair) for pair in zip(*gradients, strict=True)] == [True] * 2
 
 
 @pytest.fixture

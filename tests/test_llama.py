@@ -198,7 +198,7 @@ def test_init_weights_initializes_all_tensors_after_to_empty() -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.fill_(float("nan"))
     model.init_weights()
-    assert all(tensor.isfinite().all() for tensor in (*model.parameters(), *model.buffers()))
+    assert [tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.isfinite().all()] == []
     assert model.output is not None
     assert model.tok_embeddings is not None
     assert model.output.weight is model.tok_embeddings.weight

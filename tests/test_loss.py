@@ -187,7 +187,9 @@ def test_chunked_bfloat16_gradients_are_as_accurate_as_plain_ones(dim: int) -> N
         [relative_error(value.double(), reference) for value, reference in zip(results, exact, strict=True)]
         for results in (loss_and_gradients(OutputLoss(tokens), hidden, output, labels) for tokens in (0, 4))
     ]
-    assert all(chunked < 1.5 * plain + 1e-6 for plain, chunked in zip(*errors, strict=True))
+    assert [
+        (plain, chunked) for plain, chunked in zip(*errors, strict=True) if not (chunked < 1.5 * plain + 1e-6)
+    ] == []
 
 
 def test_number_of_chunks_divides_the_sequence_and_respects_the_limit() -> None:

@@ -282,7 +282,7 @@ def in_float64(logits: Tensor) -> Tensor:
 def test_float64_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
     found = problems(lower_small(workers("h100-80"), partial(in_the_loss, in_float64)), "flash")
     assert found
-    assert all(problem.endswith("computes in float64") for problem in found)
+    assert [problem for problem in found if not problem.endswith("computes in float64")] == []
 
 
 def huge_blocks() -> AbstractContextManager[Any]:
@@ -304,7 +304,7 @@ def huge_blocks() -> AbstractContextManager[Any]:
 def test_spill_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
     found = problems(lower_small(workers("h100-80"), huge_blocks, vocab_size=8192), "flash")
     assert found
-    assert all("spills" in problem for problem in found)
+    assert [problem for problem in found if "spills" not in problem] == []
 
 
 def masks_of_all_pairs() -> AbstractContextManager[Any]:

@@ -93,7 +93,7 @@ def test_lost_connection_ends_both_agents_and_a_new_start_resumes(namespaces: No
     finally:
         for agent in agents:
             agent.kill()
-    assert all(codes)
+    assert 0 not in codes
     logs = [(tmp_path / f"agent-{node}.log").read_text() for node in (0, 1)]
     assert "takes more than 20 s" in logs[0] + logs[1]
     # What gloo says where its time limit ends, at the other end, and for the other tensors of the same connection.

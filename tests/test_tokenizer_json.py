@@ -89,7 +89,7 @@ def test_encoding_is_deterministic_and_has_no_special_tokens(tmp_path: Path, kin
     for text in (BOS, f"a {EOS} b", EOS + EOS, "the <unk> of arguments"):
         ids = ours.encode(text)
         assert not {1, 2} & set(ids)
-        assert all(ours.encode(text) == ids for _ in range(9))
+        assert [ours.encode(text) for _ in range(9)] == [ids] * 9
         assert ours.decode(ids) == text
         if "<|" not in text:
             assert ids == plain.encode(text, add_special_tokens=False).ids
@@ -254,8 +254,8 @@ def test_export_does_not_follow_links_out_of_the_tokenizer_folder(
         found = {file.name: file.read_text() for file in (tmp_path / f"hf-{bos}").iterdir()}
         assert found.keys() == {"config.json", "tokenizer.json", "tokenizer_config.json", "merges.txt"}
         assert found["merges.txt"] == "inside"
-        assert not any("secret" in content for content in found.values())
-        assert not any(file.is_symlink() for file in (tmp_path / f"hf-{bos}").iterdir())
+        assert [content for content in found.values() if "secret" in content] == []
+        assert [file for file in (tmp_path / f"hf-{bos}").iterdir() if file.is_symlink()] == []
         for name in (
             "chat_template.jinja",
             "chat_template.json",

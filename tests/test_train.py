@@ -82,9 +82,9 @@ def test_default_run_learns_and_writes_all_outputs(tmp_path: Path) -> None:
     assert validated["validation_tokens"] > 1000
     assert abs(validated["validation_loss"] - logged[-1]["loss"]) < 1
     keys = "step loss loss_max grad_norm lr tokens_per_second mfu memory_gib data_wait_fraction step_seconds"
-    assert all(set(keys.split()) <= line.keys() for line in logged)
+    assert [line for line in logged if not (set(keys.split()) <= line.keys())] == []
     assert logged[0]["loss"] - logged[-1]["loss"] > 1.5
-    assert all(line["mfu"] is None for line in logged)  # no peak is known for a CPU
+    assert [line for line in logged if line["mfu"] is not None] == []  # no peak is known for a CPU
     assert (folder / "checkpoint" / "step-12").is_dir()
     assert list((folder / "tensorboard").iterdir())
     assert "steps = 12" in (folder / "config.toml").read_text()

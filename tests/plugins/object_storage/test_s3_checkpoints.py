@@ -158,7 +158,7 @@ def test_credentials_are_neither_logged_nor_stored(s3_server: S3Server, bucket: 
     ]
     for secret in keys.values():
         assert secret not in output
-        assert not any(secret.encode() in content for content in stored)
+        assert [content for content in stored if secret.encode() in content] == []
 
 
 def no_credentials(environment: dict[str, str]) -> None:

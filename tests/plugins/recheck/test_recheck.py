@@ -178,7 +178,7 @@ def test_planted_flips_name_the_right_rank(
         effective = [outcome for outcome in outcomes if outcome.changed]
         assert len(effective) >= 3  # the others have changed no bit of a gradient
         assert {(tuple(o.named), tuple(o.suspected)) for o in effective} == {(tuple(named), tuple(suspected))}
-        assert not any(o.named or o.suspected for o in outcomes if not o.changed)
+        assert [o for o in outcomes if not o.changed and (o.named or o.suspected)] == []
 
 
 def stopped_run(config: JobConfig, count: int) -> tuple[str, bool]:
@@ -211,10 +211,10 @@ def test_replay_on_the_same_rank_does_not_see_a_fault_that_repeats(gloo: GlooPoo
     for repeats in (False, True):
         for outcomes in gloo.run(3, planted_run, config_of(**EXACT), 12, "backward", repeats, 4, Replay):
             if repeats:
-                assert not any(outcome.named for outcome in outcomes)
+                assert [outcome for outcome in outcomes if outcome.named] == []
             else:
-                assert any(outcome.changed for outcome in outcomes)
-                assert all(outcome.named == [BAD_RANK] * outcome.changed for outcome in outcomes)
+                assert [outcome for outcome in outcomes if outcome.changed] != []
+                assert [outcome for outcome in outcomes if outcome.named != [BAD_RANK] * outcome.changed] == []
 
 
 # The run as a whole.
