@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from forked_run import finish, same_tensors, saved_tensors
+from forked_run import different_tensors, finish, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train, use_existing_process_group
 from safetensors.torch import load_file
@@ -305,7 +305,7 @@ def test_averages_resume_bitwise_and_validation_does_not_change_them(run: Path, 
     assert {name for name in uninterrupted if name.startswith("ema.")} == {
         name.replace("model.", "ema.") for name in uninterrupted if name.startswith("model.")
     }
-    assert same_tensors(saved_tensors(tmp_path, 8), uninterrupted)
+    assert different_tensors(saved_tensors(tmp_path, 8), uninterrupted) == []
 
 
 # Step 7 is not a multiple of the interval, so that the averages are those that were loaded.
@@ -406,7 +406,7 @@ def test_averaged_weights_are_used_by_validation_generation_and_export(run: Path
     finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--huggingface.export_dtype", "float32")
     assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
     files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
-    assert same_tensors(*files)
+    assert different_tensors(*files) == []
 
 
 @pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("huggingface", "export_weights")])
@@ -428,7 +428,7 @@ def test_cooldown_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:
         cooldown, *options, "--training.steps", "10", *allowed
     )
     finish(uninterrupted, *options, "--training.steps", "10")
-    assert same_tensors(saved_tensors(cooldown, 10), saved_tensors(uninterrupted, 10))
+    assert different_tensors(saved_tensors(cooldown, 10), saved_tensors(uninterrupted, 10)) == []
     assert (stable / "checkpoint/step-8").is_dir()
     finish(stable, "--training.steps", "10")  # the stable run continues, and differs
-    assert not same_tensors(saved_tensors(stable, 10), saved_tensors(uninterrupted, 10))
+    assert different_tensors(saved_tensors(stable, 10), saved_tensors(uninterrupted, 10)) != []

@@ -172,9 +172,17 @@ def saved_tensors(folder: Path, step: int) -> dict[str, Any]:
 
 def same_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     """Whether two checkpoints are bitwise identical."""
+    return not different_tensors(ours, theirs)
+
+
+def different_tensors(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """The names of tensors that differ between two checkpoints, or that only one of them has."""
     import torch
 
-    return ours.keys() == theirs.keys() and all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    common = ours.keys() & theirs.keys()
+    return sorted(
+        (ours.keys() ^ theirs.keys()) | {name for name in common if not torch.equal(ours[name], theirs[name])}
+    )
 
 
 @contextmanager

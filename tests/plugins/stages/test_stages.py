@@ -25,10 +25,10 @@ from forked_run import (
     CONFIG,
     TINY,
     ForkedRun,
+    different_tensors,
     finish,
     logged_losses,
     read_metrics,
-    same_tensors,
     saved_tensors,
     slow_steps,
 )
@@ -642,7 +642,7 @@ def test_stages_are_the_chain_of_runs_by_hand(
     run_by_hand(tmp_path / "by_hand", sources, options, ranks)
     for step in (2, 3, 4, 6, 8, 9):
         ours, theirs = (saved_tensors(tmp_path / name, step) for name in ("staged", "by_hand"))
-        assert same_tensors(ours, theirs), f"step {step}"
+        assert different_tensors(ours, theirs) == [], f"step {step}"
     assert logged_losses(tmp_path / "staged") == logged_losses(tmp_path / "by_hand")
     lines = [line for line in read_metrics(tmp_path / "staged") if "loss" in line]
     assert [line["stage"] for line in lines] == ["main"] * 3 + ["long"] * 3 + ["decay"] * 3
@@ -1105,7 +1105,7 @@ def test_two_starts_at_random_offsets_with_one_suspended(
     complete = [tmp_path / (first, second)[n] for n in range(2) if codes[n][0] == 0]
     for folder in complete:
         assert set(numbers_by_step(folder)) == set(expected)
-    assert same_tensors(tensors(open_storage(location).open(9)), saved_tensors(undisturbed.folder, 9))
+    assert different_tensors(tensors(open_storage(location).open(9)), saved_tensors(undisturbed.folder, 9)) == []
     assert not [name for name in open_storage(location).names() if "superseded" in name or "damaged" in name]
 
 
@@ -1150,7 +1150,7 @@ def test_run_killed_at_each_border_and_within_a_stage_ends_like_an_undisturbed_o
     finish(tmp_path / "killed", *options, ranks=2)
     for step in (3, 6, 9):
         ours, theirs = (saved_tensors(tmp_path / name, step) for name in ("killed", "whole"))
-        assert same_tensors(ours, theirs), f"step {step}"
+        assert different_tensors(ours, theirs) == [], f"step {step}"
     assert logged_losses(tmp_path / "killed") == logged_losses(tmp_path / "whole")
 
 
@@ -1172,7 +1172,7 @@ def test_damaged_checkpoint_leads_back_to_the_stage_before(tmp_path: Path, sourc
         *[("long", "", ""), ("", "resumed from", "step-3"), ("decay", "", ""), ("", "resumed from", "step-4")],
     ]
     assert (tmp_path / "checkpoint/step-5.damaged").is_dir()
-    assert same_tensors(saved_tensors(tmp_path, 5), before)
+    assert different_tensors(saved_tensors(tmp_path, 5), before) == []
 
 
 def test_run_is_edited_and_extended(tmp_path: Path, sources: dict[str, str]) -> None:
@@ -1211,7 +1211,7 @@ def test_run_killed_ten_times_on_three_numbers_of_ranks(tmp_path: Path, sources:
             run.wait_for(lambda: max(logged_losses(killed), default=0) >= step)  # noqa: B023
             run.end()
     finish(killed, *options(killed), ranks=4)
-    assert same_tensors(saved_tensors(killed, 18), saved_tensors(whole, 18))
+    assert different_tensors(saved_tensors(killed, 18), saved_tensors(whole, 18)) == []
     assert logged_losses(killed) == logged_losses(whole)
 
 
