@@ -225,9 +225,8 @@ def test_no_group_is_made_of_pytorchs_gloo() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="gloo_threads.c")
 def test_ranks_do_not_die_of_overlapping_collectives() -> None:
     """With PyTorch's two threads per group they do: "malloc(): unaligned tcache chunk detected"."""
-    done = subprocess.run(
-        [sys.executable, "scripts/faults/gloo_threads.py", "--calls", "8"], capture_output=True, text=True
-    )
+    script = Path(__file__).parents[1] / "scripts/faults/gloo_threads.py"
+    done = subprocess.run([sys.executable, str(script), "--calls", "8"], capture_output=True, text=True)
     pytorch, ours = done.stdout.splitlines()
     assert ours == "gloo_single_thread: 8 calls; a rank died in 0, and hung in 0"
     assert "died in 0," not in pytorch, "gloo_backend is no longer needed"

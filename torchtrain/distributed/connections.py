@@ -58,10 +58,11 @@ def check_interface() -> None:
 def gloo_backend() -> str:
     """The name of the backend of process groups on CPUs: gloo with one worker thread per group.
 
-    With PyTorch's two, a rank may die: when a thread has completed a collective, it assigns the collective's name to a
-    ``std::string`` of the group, without a lock (``ProcessGroupGloo::runLoop``). A name of more than 15 characters, as
-    that of DTensor's all-gathers (``ALLGATHER_COALESCED``), is on the heap, where one thread may write a name after the
-    other one has freed it: "malloc(): unaligned tcache chunk detected". ``"gloo"`` has no option for the number.
+    With the two threads of PyTorch's ``"gloo"``, a rank may die. A thread that has completed a collective assigns its
+    name to a ``std::string`` of the group, without a lock (``ProcessGroupGloo::runLoop`` in 2.13). A name of more than
+    15 characters, such as that of DTensor's all-gathers (``ALLGATHER_COALESCED``), is on the heap, where one thread may
+    write a name after the other one has freed it: "malloc(): unaligned tcache chunk detected". ``dist.new_group`` and
+    ``dist.init_process_group`` ignore the options of ``"gloo"``.
     """
     name = "gloo_single_thread"
     dist.Backend.register_backend(name, _new_single_thread_gloo, extended_api=True, devices=["cpu", "cuda"])
