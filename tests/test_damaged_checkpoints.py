@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import xxhash
+from forked_run import finish
 from test_checkpoint import Run, assert_bitwise_equal, change_index, only_file, replace_small_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -25,6 +26,7 @@ from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError
 from torchtrain.logging import logger
 
+SPARSE_BYTES = 2**42
 ESCAPE = "\x1b]0;owned\x07\n"
 
 
@@ -164,6 +166,21 @@ def compressed(content: bytes) -> bytes:
     return packed.getvalue() + bytes(max(0, 64 - len(content)))
 
 
+def sparse(file: Path) -> None:
+    """A file of zeros that takes no space on the disk."""
+    file.touch()
+    os.truncate(file, SPARSE_BYTES)
+
+
+def many_entries(content: bytes) -> bytes:
+    """The tensor with entries beside it, whose table takes 20 times as much memory as in the file."""
+    packed = io.BytesIO(content)
+    with zipfile.ZipFile(packed, "a") as archive:
+        for number in range(1500):
+            archive.writestr(f"archive/other/{number:040}", b"")
+    return packed.getvalue()
+
+
 def saved_object(content: bytes) -> bytes:  # noqa: ARG001
     stream = io.BytesIO()
     torch.save({"a": 1, ESCAPE: 2}, stream)
@@ -195,7 +212,12 @@ CHANGES = {
             "run": (5, [], {}),
             "data": (None, [1], {"a": 1}, "x"),
             "files": (None, {}, "x", [1], [[]], 7),
-            "loader": ({}, [], {"global_batch_size": "x", "seq_len": 8, "state_sizes": [1]}),
+            "loader": (
+                *({}, [], {"global_batch_size": "x", "seq_len": 8, "state_sizes": [1]}),
+                *({"global_batch_size": 10**15, "seq_len": 8, "state_sizes": [1]},),
+                *({"global_batch_size": 4, "seq_len": 0, "state_sizes": [1]},),
+                *({"global_batch_size": 4, "seq_len": 8, "state_sizes": [-1]},),
+            ),
             ESCAPE: (1,),
         }.items()
         for value in values
@@ -211,6 +233,11 @@ CHANGES = {
     "index is a pipe": replace_file(INDEX, os.mkfifo),
     "manifest is a pipe": replace_file(MANIFEST, os.mkfifo),
     "manifest is a device": replace_file(MANIFEST, lambda file: file.symlink_to("/dev/zero")),
+    "manifest is larger than the memory": replace_file(MANIFEST, sparse),
+    "config is larger than the memory": lambda folder: (
+        replace_file("config.toml", sparse)(folder),
+        change_record("config.toml", size_bytes=SPARSE_BYTES)(folder),
+    )[0],
     "manifest is a link to itself": replace_file(MANIFEST, lambda file: file.symlink_to(file)),
     **{
         f"manifest is {content[:9]!r}": replace_file(MANIFEST, lambda file, content=content: file.write_bytes(content))
@@ -248,6 +275,7 @@ CHANGES = {
     },
     # Tensors
     "a tensor is compressed": replace_piece(compressed),
+    "a tensor is beside many entries": replace_piece(many_entries),
     "a tensor is another object": replace_piece(saved_object),
     "a tensor is no archive": replace_piece(lambda content: bytes(len(content))),
 }
@@ -320,3 +348,18 @@ def test_pieces_of_a_tensor_are_all_of_it_without_overlaps(boxes: list[Any], are
     pieces = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
     assert _tile(pieces, torch.Size((4, 6))) is are_whole
     assert _tile(pieces[::-1], torch.Size((4, 6))) is are_whole
+
+
+def test_run_does_not_resume_from_a_position_of_other_numbers_than_its_manifest_says(tmp_path: Path) -> None:
+    dist.destroy_process_group()
+    options = ("--checkpoint.interval", "2", "--training.steps", "4")
+    finish(tmp_path, *options, ranks=1)
+    folder = tmp_path / "checkpoint" / "step-4"
+    loader = json.loads((folder / MANIFEST).read_text())["loader"]
+    change_manifest(loader={**loader, "global_batch_size": 2**30})(folder)
+    output = finish(tmp_path, *options, ranks=1)
+    assert "checkpoint of step 4 is damaged, and renamed to step-4.damaged: " in output
+    assert f"its position in the data has shape ({loader['global_batch_size']}, " in output
+    assert "by its manifest (1073741824, " in output
+    assert "resumed from" in output
+    assert (tmp_path / "checkpoint" / "step-4").is_dir()

@@ -1,27 +1,52 @@
 """Files made by someone who means harm: an error that names the file, in bounded time and memory; no code is run."""
 
+import gzip
 import io
 import json
+import os
 import pickle
 import re
+import shutil
 import struct
+import tarfile
+import time
+import tracemalloc
 import zipfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import xxhash
 from data_samples import DOCUMENTS, write_jsonl, write_prepared
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from torchtrain.checkpoint.format import FileRecord, _load_tensor, _shape, parse_index, read_manifest
-from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalStorage
-from torchtrain.checkpoint.outputs import merge_metrics
+from torchtrain.checkpoint import outputs
+from torchtrain.checkpoint.format import (
+    FileRecord,
+    Manifest,
+    _load_tensor,
+    _shape,
+    _tile,
+    manifest_bytes,
+    parse_index,
+    read_manifest,
+)
+from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalCheckpoint, LocalStorage
+from torchtrain.checkpoint.outputs import OUTPUTS, merge_metrics, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
+from torchtrain.config.schema import ModelConfig, ModelOverrides
+from torchtrain.datasets.data_identity import from_json
 from torchtrain.datasets.file_formats import documents
 from torchtrain.datasets.tokenizers import load_tokenizer
-from torchtrain.errors import CheckpointError, DamagedError, DataError, TokenizerError
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError, DataError, TokenizerError
 from torchtrain.metrics.history import read_run, validation_losses
 from torchtrain.metrics.writers import changes_steps, has_validation
+from torchtrain.models.model_config import build_model_config
 from torchtrain.plugins.comparison.runs import open_run
 from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import _files as weight_files
@@ -56,6 +81,7 @@ def test_index_of_a_tensor_is_read() -> None:
         *(entry(chunks=[[[0], [4], "b", -1, 16]]), entry(chunks=[[[0], [4], "b", 1, 16]])),
         *(entry(chunks=[[[0], [4], "b", 0, 15]]), entry(chunks=[[[0], [2**62], "b", 0, 16]])),
         *(entry(chunks=[[[0], [4], "b", 0, 16]] * 2), entry(chunks=[[[0], [4], "b", 0, 32]])),
+        entry(shape=[2] * 5, chunks=[[[0] * 5, [1] * 5, "b", 0, 16], [[1] * 5, [1] * 5, "b", 16, 16]]),
         {"tensors": {**entry()["tensors"], "c": entry(dtype="int32")["tensors"]["a"]}},  # the same piece
         entry(shape=[0], chunks=[[[0, 0, 0], [0, 0, 0], "b", 0, 16]]),
     ],
@@ -63,6 +89,46 @@ def test_index_of_a_tensor_is_read() -> None:
 def test_index_that_is_none_is_rejected(content: Any) -> None:
     with pytest.raises((ValueError, TypeError, LookupError, AttributeError)):
         parse_index(content, {"b": FileRecord("b", 32, pieces=[(16, "hash"), (16, "hash")])})
+
+
+def test_many_pieces_of_a_tensor_are_checked_in_linear_time() -> None:
+    places = [torch.Size(divmod(number, 300)) for number in range(90_000)]
+    pieces = [ChunkStorageMetadata(place, torch.Size((1, 1))) for place in places]
+    start = time.process_time()
+    assert _tile(pieces, torch.Size((300, 300)))
+    assert time.process_time() - start < 8  # it takes 0.5 s; to compare pairs of pieces would take 20 s
+
+
+@pytest.mark.parametrize("dimensions", [1, 2, 3])
+def test_pieces_tile_a_tensor_if_each_element_is_in_one_of_them(dimensions: int) -> None:
+    random = Random(dimensions)
+    found = Counter[bool]()
+    for _ in range(500):
+        size = [random.randint(1, 3) for _ in range(dimensions)]
+        pieces = [([0] * dimensions, size)]
+        for _ in range(random.randint(0, 3)):  # cuts one into two
+            number = random.randrange(len(pieces))
+            offsets, sizes = pieces[number]
+            along = random.randrange(dimensions)
+            if sizes[along] > 1:
+                first, second = list(sizes), list(sizes)
+                first[along] = random.randint(1, sizes[along] - 1)
+                second[along] -= first[along]
+                start = [o + (first[along] if d == along else 0) for d, o in enumerate(offsets)]
+                pieces[number : number + 1] = [(offsets, first), (start, second)]
+        if random.random() < 0.5:  # moves one, perhaps out of the tensor
+            number = random.randrange(len(pieces))
+            offsets = [max(0, offset + random.randint(-1, 1)) for offset in pieces[number][0]]
+            pieces[number] = offsets, pieces[number][1]
+        covered = torch.zeros([2 * most + 1 for most in size])
+        for offsets, sizes in pieces:
+            covered[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        inside = covered[tuple(slice(most) for most in size)]
+        expected = bool((inside == 1).all() and covered.sum() == inside.sum())
+        chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in pieces]
+        assert _tile(chunks, torch.Size(size)) == expected, (pieces, size)
+        found[expected] += 1
+    assert min(found[True], found[False]) > 50
 
 
 def test_tensor_of_an_index_has_no_more_dimensions_than_a_tensor_can_have() -> None:
@@ -122,6 +188,12 @@ def test_piece_that_is_not_the_tensor_is_damaged(changes: dict[str, bytes], kind
         _load_tensor("a piece", archive(changes), *kind)
 
 
+def test_piece_has_not_much_more_bytes_than_its_numbers() -> None:
+    files = {"b": FileRecord("b", 2**18, pieces=[(2**18, "hash")])}
+    with pytest.raises(ValueError, match="'a' has 262144 bytes for 16 bytes of numbers"):
+        parse_index(entry(chunks=[[[0], [4], "b", 0, 2**18]]), files)
+
+
 @pytest.mark.parametrize("entry", ["byteorder", "data/0"])
 def test_compressed_piece_is_not_expanded(entry: str) -> None:
     with pytest.raises(DamagedError, match=r"\(compressed\)"):
@@ -155,7 +227,7 @@ def open_copy(prepared: Path, folder: Path, manifest: bytes) -> None:
     source.read([0], [torch.zeros(8, dtype=torch.int64).numpy()])
 
 
-@pytest.mark.parametrize("kind", [*MANIFESTS, "nested", "twice", "negative", "name", "small vocabulary"])
+@pytest.mark.parametrize("kind", [*MANIFESTS, "nested", "twice", "negative", "large", "name", "small vocabulary"])
 def test_crafted_manifest_of_prepared_data_is_a_data_error(prepared: Path, tmp_path: Path, kind: str) -> None:
     content = json.loads((prepared / "manifest.json").read_bytes())
     if kind in MANIFESTS:
@@ -168,6 +240,8 @@ def test_crafted_manifest_of_prepared_data_is_a_data_error(prepared: Path, tmp_p
         content["shards"] += [shard] * 2
     elif kind == "negative":
         shard["documents"] = -1
+    elif kind == "large":
+        shard["token_bytes"] = 10**400
     elif kind == "name":
         shard["name"] = "../secret"
     elif kind == "small vocabulary":
@@ -175,6 +249,37 @@ def test_crafted_manifest_of_prepared_data_is_a_data_error(prepared: Path, tmp_p
     with pytest.raises(DataError, match=r"^the data(:| has) ") as error:
         open_copy(prepared, tmp_path, DEEP if kind == "nested" else json.dumps(content).encode())
     assert "\x1b" not in str(error.value)
+
+
+def test_small_file_is_not_read_if_it_is_large(tmp_path: Path) -> None:
+    """A sparse file takes no space on a disk, and more memory than any machine has."""
+    for name in ("manifest.json", "config.json", "tokenizer.json"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 2**42)
+    large = "json has 4,398,046,511,104 bytes, more than a file of its kind may have"
+    with pytest.raises(DataError, match=large):
+        TokenizedDataset(open_folder(str(tmp_path)), "", 0, "the data")
+    with pytest.raises(CheckpointError, match=large):
+        read_hf_config(tmp_path)
+    with pytest.raises(TokenizerError, match=large):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("offsets", ["short", "long", "zeros", "backward", "missing"])
+def test_crafted_places_of_documents_are_a_data_error(prepared: Path, tmp_path: Path, offsets: str) -> None:
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    source = TokenizedDataset(open_folder(str(tmp_path)), load_tokenizer().content_hash, 0, "the data")
+    assert source.locate(0, 3)[0].tokens == 3
+    (file,) = tmp_path.glob("*.documents")
+    content = np.fromfile(file, "<i8")
+    file.unlink()
+    if offsets == "long":
+        os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**42)
+    elif offsets != "missing":
+        {"short": content[:1], "zeros": 0 * content, "backward": content[::-1]}[offsets].tofile(file)
+    source = TokenizedDataset(open_folder(str(tmp_path)), load_tokenizer().content_hash, 0, "the data")
+    with pytest.raises(DataError, match=r"^the data: shard-.*\.documents is missing or damaged"):
+        source.locate(0, 3)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +291,9 @@ def test_crafted_manifest_of_prepared_data_is_a_data_error(prepared: Path, tmp_p
         json.dumps(SMALL | {"vocab_size": 10**18}).encode(),
         json.dumps(SMALL | {"num_hidden_layers": 10**30}).encode(),
         json.dumps(SMALL | {"num_hidden_layers": 1e30}).encode(),
+        json.dumps(SMALL | {"num_hidden_layers": 60_000}).encode(),
+        json.dumps(SMALL | {"head_dim": 10**15}).encode(),
+        json.dumps(SMALL | {"max_position_embeddings": 10**15}).encode(),
     ],
 )
 def test_crafted_config_of_a_model_is_a_checkpoint_error(tmp_path: Path, content: bytes) -> None:
@@ -264,6 +372,101 @@ def test_nested_files_of_a_checkpoint_are_damaged_and_a_nested_lease_is_none(tmp
     (tmp_path / "model.safetensors.index.json").write_bytes(DEEP)
     with pytest.raises(CheckpointError, match=r"model.safetensors.index.json is damaged: .* nested too deeply"):
         weight_files(tmp_path)
+
+
+def test_json_tokenizer_has_no_token_id_beyond_the_largest_vocabularies(tmp_path: Path) -> None:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 4_000_000_000}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    with pytest.raises(TokenizerError, match=r"it has the token id 4,000,000,000; they must be below 16,777,216"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_sizes_of_a_config_are_bounded() -> None:
+    for changes in ({"n_layers": 10**9}, {"dim": 2**40}, {"head_dim": 10**12}):
+        with pytest.raises(ConfigError, match="must be an integer of at most"):
+            build_model_config(ModelConfig(shape=ModelOverrides(**changes)), None, 64)
+    with pytest.raises(ConfigError, match=r"n_layers = 60000 must be an integer of at most 4,096"):
+        build_model_config(ModelConfig(shape=ModelOverrides(n_layers=60_000)), None, 64)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"folder": "", "files": [], "count": float("inf")}],
+        [{"folder": "", "files": [["a", 1, "", ""]] * 10_001, "count": 1}],
+        [{"folder": "", "files": [["a", 1.5, "", ""]], "count": 1}],
+    ],
+)
+def test_table_of_data_files_that_is_none_is_rejected(content: Any) -> None:
+    with pytest.raises((ValueError, TypeError, LookupError, AttributeError, ArithmeticError)):
+        from_json(content)
+
+
+def stored_outputs(folder: Path, pack: Callable[[tarfile.TarFile], None], *, cut: int = 0) -> LocalCheckpoint:
+    """A checkpoint whose archive of metrics is what ``pack`` adds."""
+    packed = io.BytesIO()
+    with (
+        gzip.GzipFile(fileobj=packed, mode="wb") as compressed,
+        tarfile.open(fileobj=compressed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
+    ):
+        pack(tar)
+    content = packed.getvalue()[: -cut or None]
+    (folder / OUTPUTS).write_bytes(content)
+    record = FileRecord(OUTPUTS, len(content), xxhash.xxh3_128_hexdigest(content))
+    (folder / "manifest.json").write_bytes(manifest_bytes(Manifest(files=[record])))
+    return LocalCheckpoint(folder)
+
+
+def tar_entry(name: str, size: int, kind: bytes = tarfile.REGTYPE, **headers: str) -> tarfile.TarInfo:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.type, entry.pax_headers = size, kind, headers
+    return entry
+
+
+class Zeros(io.RawIOBase):
+    """An endless file of zeros."""
+
+    def read(self, size: int = -1) -> bytes:
+        return bytes(size)
+
+
+@pytest.mark.parametrize("kind", ["metrics", "header", "other", "files", "cut"])
+def test_archive_of_metrics_does_not_unpack_to_more_than_metrics_do(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "MAX_FILES", 20)
+    size = 40 * 2**20
+
+    def pack(tar: tarfile.TarFile) -> None:
+        if kind == "files":
+            for number in range(21):
+                tar.addfile(tar_entry(f"tensorboard/{number}", 100), io.BytesIO(os.urandom(100)))
+        elif kind == "header":
+            tar.addfile(tar_entry("metrics.jsonl", 0, comment="a" * 2**22))
+        else:
+            tar.addfile(tar_entry("other" if kind == "other" else "metrics.jsonl", size), Zeros())
+
+    checkpoint = stored_outputs(tmp_path, pack, cut=5000 if kind == "cut" else 0)
+    tracemalloc.start()
+    with pytest.raises(DamagedError, match=r"outputs\.tar\.gz is damaged: "):
+        restore_outputs(checkpoint, tmp_path / "run")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**24
+    if kind != "files":
+        with pytest.raises(DamagedError):
+            read_metrics(checkpoint)
+
+
+def test_sparse_file_in_an_archive_of_metrics_is_left_out(tmp_path: Path) -> None:
+    headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0,0", "GNU.sparse.size": "1" * 15}
+
+    def pack(tar: tarfile.TarFile) -> None:
+        tar.addfile(tar_entry("metrics.jsonl", 0, **headers))
+        tar.addfile(tar_entry("wandb_id", 3), io.BytesIO(b"abc"))
+
+    restore_outputs(stored_outputs(tmp_path, pack), tmp_path / "run")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == {"wandb_id": b"abc"}
 
 
 def test_nested_arrays_of_text_files_are_data_errors() -> None:

@@ -59,7 +59,7 @@ TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, er
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
 
 
-MAX_JSON_BYTES = 2**28  # the manifest of prepared data has 500 bytes for each shard
+MAX_SMALL_FILE_BYTES = 2**28  # of a file that is read at once; the manifest of prepared data has 500 bytes a shard
 BLOCK_BYTES = 16 * 2**20  # size of the blocks in which large files are read, hashed and written
 
 
@@ -95,31 +95,40 @@ def unreadable(path: Path | str, error: OSError, attempts: int = len(PAUSES_SECO
     return storage_error
 
 
-def read_file(path: Path) -> bytes:
+def read_file(
+    path: Path, error_type: type[TorchtrainError] = TorchtrainError, most_bytes: int = MAX_SMALL_FILE_BYTES
+) -> bytes:
     """Read a regular file, with retries.
 
     Raises:
         FileNotFoundError, NotADirectoryError, IsADirectoryError: ``path`` is not a regular file (``MISSING``).
+        error_type: it has more than ``most_bytes``. A sparse file of any size takes no space on a disk.
         StorageError: the file system fails.
     """
 
     def read() -> bytes:
         require_regular(path)
+        require_size(path, path.stat().st_size, error_type, most_bytes)
         return path.read_bytes()
 
     return with_retries(read, path)
+
+
+def require_size(
+    name: Path | str, size_bytes: int, error_type: type[TorchtrainError], most_bytes: int = MAX_SMALL_FILE_BYTES
+) -> None:
+    """Raise ``error_type`` if the file ``name``, which is to be read at once, has more than ``most_bytes``."""
+    if size_bytes > most_bytes:
+        raise error_type(f"{name} has {size_bytes:,} bytes, more than a file of its kind may have ({most_bytes:,})")
 
 
 def parse_json(content: bytes | str, name: Path | str, error_type: type[TorchtrainError]) -> Any:
     """The value in the JSON ``content`` of the file ``name``, which nobody vouches for.
 
     Raises:
-        error_type: it is not JSON, larger than ``MAX_JSON_BYTES``, or nested too deeply.
+        error_type: it is not JSON, larger than ``MAX_SMALL_FILE_BYTES``, or nested too deeply.
     """
-    if len(content) > MAX_JSON_BYTES:
-        raise error_type(
-            f"{name} has {len(content):,} bytes, more than a file of its kind may have ({MAX_JSON_BYTES:,})"
-        )
+    require_size(name, len(content), error_type)
     try:
         return json.loads(content)
     except RecursionError:

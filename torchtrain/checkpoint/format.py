@@ -14,12 +14,13 @@ import struct
 import sys
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, TypeVar, cast
@@ -42,7 +43,7 @@ from torch.futures import Future
 
 from torchtrain.checkpoint.storage import MANIFEST, NewCheckpoint, StoredCheckpoint
 from torchtrain.errors import DamagedError, SupersededError, TorchtrainError
-from torchtrain.files import BLOCK_BYTES, MISSING, parse_json, printable, with_retries
+from torchtrain.files import BLOCK_BYTES, MISSING, parse_json, printable, require_size, with_retries
 from torchtrain.logging import BestEffort
 
 T = TypeVar("T")
@@ -52,6 +53,9 @@ DATA_FILES = "data_files.json"
 FILE_BYTES = 64 * 2**20  # of the files that a rank writes in parallel
 BATCH_BYTES = 32 * 2**20  # of pieces that one thread reads
 MAX_DIMENSIONS = 64  # as many as a torch.Tensor can have
+MAX_CUT_DIMENSIONS = 4  # along which a tensor is divided into chunks; checking n chunks takes 2^4 n operations
+MAX_ARCHIVE_BYTES = 2**17  # of the archive in which torch.save puts a tensor, besides its numbers; it takes about 1 KiB
+MAX_LAYOUT = 2**31  # of a number in a LoaderLayout
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
@@ -106,8 +110,8 @@ class Manifest:
             raise ValueError("it names a file twice")
         if self.loader is not None:
             sizes = [self.loader["global_batch_size"], self.loader["seq_len"], *self.loader["state_sizes"]]
-            if not all(type(size) is int and size >= 0 for size in sizes):
-                raise ValueError(f"loader = {self.loader!r}")
+            if not all(type(size) is int and 0 <= size < MAX_LAYOUT for size in sizes) or 0 in sizes[:2]:
+                raise ValueError(f"loader = {self.loader!s:.200}")
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:
@@ -215,6 +219,7 @@ def read_verified(checkpoint: StoredCheckpoint, name: str) -> bytes:
     records = [record for record in read_manifest(checkpoint).files if record.name == name]
     if not records:
         raise DamagedError(f"{path} cannot be read: the manifest does not name it")
+    require_size(path, records[0].size_bytes, DamagedError)
     verify_sizes(checkpoint, records)
     for _ in range(2):  # what has changed on the way is no damage
         content = from_storage(path, partial(checkpoint.read, name))
@@ -508,8 +513,9 @@ def parse_index(content: Any, files: Mapping[str, FileRecord]) -> Metadata:
             if place not in unused:
                 raise ValueError(f"{name!r} is not a piece of {file!r} of its own")
             unused.remove(place)
-            if math.prod(sizes) * dtype.itemsize > length:
-                raise ValueError(f"{name!r} has fewer bytes than it should")
+            size_bytes = math.prod(sizes) * dtype.itemsize
+            if not size_bytes <= length <= size_bytes + MAX_ARCHIVE_BYTES:
+                raise ValueError(f"{name!r} has {length} bytes for {size_bytes} bytes of numbers")
             chunks.append(chunk)
             stored[MetadataIndex(name, chunk.offsets)] = _StorageInfo(file, start, length)
         size = _shape(entry["shape"])
@@ -539,24 +545,26 @@ def _shape(sizes: Any) -> torch.Size:
 
 
 def _tile(chunks: Sequence[ChunkStorageMetadata], size: torch.Size) -> bool:
-    """Whether ``chunks`` are all of a tensor of ``size``, and none overlaps another."""
+    """Whether each element of a tensor of ``size`` is in exactly one of ``chunks``, none of which is empty.
+
+    The corners of a box have signs, + or - by the number of upper bounds among their coordinates. Boxes cover another
+    box once if and only if, at each point, the signs of their corners add up to those of the corners of that box: the
+    signs are the mixed difference of the number of boxes that cover an element. So n chunks take O(n), not O(n^2).
+    """
+    if not math.prod(size):
+        return not chunks
     spans = [[(o, o + n) for o, n in zip(c.offsets, c.sizes, strict=True)] for c in chunks]
-    for box in spans:
-        if not all(0 <= start < end <= most for (start, end), most in zip(box, size, strict=True)):
-            return False
-    if sum(chunk.sizes.numel() for chunk in chunks) != math.prod(size):
+    if any(end > most for box in spans for (_, end), most in zip(box, size, strict=True)):
         return False
-    if len(chunks) < 2:
-        return True
-    # Along the dimension with the most cuts few of them are beside each other.
-    along = max(range(len(size)), key=lambda d: len({box[d] for box in spans}))
-    beside: list[list[tuple[int, int]]] = []
-    for box in sorted(spans, key=lambda box: box[along]):
-        beside = [other for other in beside if other[along][1] > box[along][0]]
-        if any(all(a[0] < b[1] and b[0] < a[1] for a, b in zip(box, other, strict=True)) for other in beside):
-            return False
-        beside.append(box)
-    return True
+    whole = [(0, most) for most in size]
+    cut = [d for d in range(len(size)) if any(box[d] != whole[d] for box in spans)]
+    if len(cut) > MAX_CUT_DIMENSIONS:
+        raise ValueError(f"a tensor is divided along {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}")
+    signs: Counter[tuple[int, ...]] = Counter()  # by corner; 0 where they add up to those of the tensor
+    for box, sign in (*((box, 1) for box in spans), (whole, -1)):
+        for corner in product(*(((box[d][0], 1), (box[d][1], -1)) for d in cut)):
+            signs[tuple(place for place, _ in corner)] += sign * math.prod(upper for _, upper in corner)
+    return not any(signs.values())
 
 
 class VerifiedReader(FileSystemReader):
@@ -571,8 +579,12 @@ class VerifiedReader(FileSystemReader):
         self.checkpoint = checkpoint
 
     @cached_property
+    def manifest(self) -> Manifest:
+        return read_manifest(self.checkpoint)
+
+    @cached_property
     def _files(self) -> dict[str, FileRecord]:
-        return {record.name: record for record in read_manifest(self.checkpoint).files}
+        return {record.name: record for record in self.manifest.files}
 
     @cached_property
     def _hashes(self) -> dict[str, dict[tuple[int, int], str]]:
@@ -700,7 +712,7 @@ def _read_into(content: Tensor, file: BinaryIO, offset: int) -> None:
 
 
 class _MemoryFile(io.RawIOBase):
-    """Bytes in memory as a file, without a copy."""
+    """Bytes in memory as a file, of which the table of an archive is read: not more than ``MAX_ARCHIVE_BYTES``."""
 
     def __init__(self, content: memoryview) -> None:
         self.content, self.position = content, 0
@@ -718,11 +730,14 @@ class _MemoryFile(io.RawIOBase):
         self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: len(self.content)}[whence]
         return self.position
 
-    def readinto(self, target: Any) -> int:
-        found = self.content[self.position : self.position + len(target)]
-        target[: len(found)] = found
+    def read(self, size: int | None = -1) -> bytes:
+        left = len(self.content) - self.position
+        count = left if size is None or size < 0 else min(size, left)
+        if count > MAX_ARCHIVE_BYTES:
+            raise ValueError("its table is larger than that of a tensor")
+        found = bytes(self.content[self.position : self.position + count])
         self.position += len(found)
-        return len(found)
+        return found
 
 
 def _load_tensor(path: str, content: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:

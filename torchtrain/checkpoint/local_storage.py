@@ -82,7 +82,7 @@ class LocalCheckpoint(StoredCheckpoint):
         return file
 
     def read(self, name: str) -> bytes:
-        return read_file(self.path / name)
+        return read_file(self.path / name, DamagedError)
 
 
 class _NewFile(io.BufferedWriter):

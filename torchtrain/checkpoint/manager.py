@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter, read_manifest
+from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.retention import LOSSES, Losses, losses_to_bytes, not_kept, read_losses
@@ -24,7 +24,7 @@ from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tens
 from torchtrain.checkpoint.storage import CheckpointStorage, WriterLease
 from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import CheckpointConfig
-from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
 from torchtrain.logging import BestEffort, logger
@@ -204,11 +204,12 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         states = {name: state for name, state in self.states.items() if not only or name in only}
         checkpoint = broadcast_from_rank0(lambda: self.storage.open(step), self.group)
         loader = states.get("loader")
+        reader = VerifiedReader(checkpoint)
         if isinstance(loader, LoaderState):
-            loader.expect(broadcast_from_rank0(lambda: read_manifest(checkpoint), self.group))
+            gather_from_all_ranks(lambda: loader.expect(reader), self.group)
         if self.config.keep_best_k:
             self._earlier_losses = broadcast_from_rank0(lambda: read_losses(checkpoint), self.group)
-        tensors = load_tensors(flatten(states), VerifiedReader(checkpoint), self.group)
+        tensors = load_tensors(flatten(states), reader, self.group)
         for name, state in states.items():
             own = {key.removeprefix(f"{name}."): t for key, t in tensors.items() if key.startswith(f"{name}.")}
             state.load_state_dict(own)

@@ -9,6 +9,7 @@ import gzip
 import io
 import tarfile
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -16,11 +17,14 @@ from typing import IO, Any, cast
 
 from torchtrain.checkpoint.format import read_manifest, read_verified
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint
-from torchtrain.files import atomic_write, json_object
+from torchtrain.errors import DamagedError
+from torchtrain.files import atomic_write, json_object, printable
 from torchtrain.logging import BestEffort, logger
 
 OUTPUTS = "outputs.tar.gz"
 PART_BYTES = 16 * 2**20  # of the archive
+MAX_RATIO = 64  # of the archive's unpacked size to its size; that of metrics is below 10, and gzip reaches 1000
+MAX_FILES = 10_000  # in the archive; each start of a run writes one
 METRICS = "metrics.jsonl"
 TRACKER_RUNS = ("wandb_id", "trackio_run")
 """Files with the id or name of the run in a tracker."""
@@ -163,29 +167,53 @@ class _PartsReader(io.RawIOBase):
         return count
 
 
-def _read_outputs(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, IO[bytes]]]:
+class _BoundedReader:
+    """The unpacked archive, which ends with a DamagedError where it has more than ``most_bytes``."""
+
+    def __init__(self, unpacked: gzip.GzipFile, most_bytes: int, archive: str) -> None:
+        self._unpacked, self._left, self._archive = unpacked, most_bytes, archive
+
+    def read(self, size: int) -> bytes:
+        content = self._unpacked.read(size)
+        self._left -= len(content)
+        if self._left < 0:
+            raise DamagedError(f"{self._archive} is damaged: unpacked, it is more than {MAX_RATIO} times as large")
+        return content
+
+
+def _read_outputs(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, bytes]]:
     """Path in the dump folder and content of each file of metrics in ``checkpoint``, in the order of ``PACKED``.
 
-    A content can be read until the next one is requested.
-
     Raises:
-        DamagedError: the archive is damaged.
+        DamagedError: the archive is damaged, or unpacks to much more than metrics do.
     """
-    names = {record.name for record in read_manifest(checkpoint).files}
-    if OUTPUTS not in names:
+    sizes = {record.name: record.size_bytes for record in read_manifest(checkpoint).files}
+    if OUTPUTS not in sizes:
         return
-    with tarfile.open(fileobj=io.BufferedReader(_PartsReader(checkpoint, names)), mode="r|gz") as tar:
-        for entry in tar:
-            content = tar.extractfile(entry) if entry.isreg() else None
-            parts = entry.name.split("/")
-            # Whoever can write to the bucket could name a file anywhere on this machine.
-            if content is not None and parts[0] in PACKED and len(parts) <= 2 and not {"", ".", ".."} & set(parts):
-                yield entry.name, content
+    path = checkpoint.path_of(OUTPUTS)
+    most_bytes = 2**20 + MAX_RATIO * sum(size for name, size in sizes.items() if name.startswith(OUTPUTS))
+    packed: Any = io.BufferedReader(_PartsReader(checkpoint, set(sizes)))
+    try:
+        with gzip.GzipFile(fileobj=packed) as unpacked:
+            bounded: Any = _BoundedReader(unpacked, most_bytes, path)
+            with tarfile.open(fileobj=bounded, mode="r|") as tar:
+                for number, entry in enumerate(tar, 1):
+                    if number > MAX_FILES:
+                        raise DamagedError(f"{path} is damaged: it has more than {MAX_FILES:,} files")
+                    # A sparse file may have any size, which the archive does not contain.
+                    content = tar.extractfile(entry) if entry.isreg() and not entry.issparse() else None
+                    # Whoever can write to the bucket could name a file anywhere on this machine.
+                    folder, *names = parts = entry.name.split("/")
+                    is_packed = folder in PACKED and len(names) <= 1 and not {"", ".", ".."} & set(parts)
+                    if content is not None and is_packed:
+                        yield entry.name, content.read()
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, OverflowError) as error:
+        raise DamagedError(f"{path} is damaged: {printable(str(error))}") from error
 
 
 def read_metrics(checkpoint: StoredCheckpoint) -> bytes:
     """The content of metrics.jsonl in ``checkpoint``; empty if it has none. Raises DamagedError."""
-    return next((content.read() for name, content in _read_outputs(checkpoint) if name == METRICS), b"")
+    return next((content for name, content in _read_outputs(checkpoint) if name == METRICS), b"")
 
 
 def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
@@ -196,8 +224,8 @@ def restore_outputs(checkpoint: StoredCheckpoint, dump_folder: Path) -> None:
     which is that of the checkpoint if that has lines that the folder lacks.
     """
     restored = has_new_lines = False
-    for name, file_in_archive in _read_outputs(checkpoint):
-        file, content = dump_folder / name, file_in_archive.read()
+    for name, content in _read_outputs(checkpoint):
+        file = dump_folder / name
         own = file.read_bytes() if file.exists() else b""
         if name == METRICS:
             content = merge_metrics(own, content)

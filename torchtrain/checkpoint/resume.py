@@ -347,7 +347,7 @@ def _changed_files(
     content = parse_json(read_verified(checkpoint, DATA_FILES), path, DamagedError)
     try:
         saved_tables = from_json(content)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
         raise DamagedError(f"{path} is not a table of data files ({printable(str(error))})") from error
     tables = zip(is_same, saved_tables, from_json(json.loads(data_files)), strict=False)
     return ["" if same else describe_changes(saved, current) for same, saved, current in tables]

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.checkpoint.format import Manifest, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
 from torchtrain.checkpoint.resume_compatibility import same_content, source_identities
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
@@ -45,6 +45,7 @@ from torchtrain.pinned_memory import pinned_like
 # A checkpoint may lack these, and is loaded without them: it is of a run without exact sums, averaged weights, or a
 # limit on spikes.
 OPTIONAL = ("sums.", "ema.", "spikes.")
+POSITION = "loader.rows"  # the only entry whose shape is not that of a parameter, or of one number
 STATES = {"trained": "model", "ema": "ema"}
 """The state that holds these weights, under the parameters' names."""
 # With tied embeddings, two names of one parameter; a last pipeline stage has a copy of both.
@@ -137,12 +138,11 @@ def load_tensors(
     gather_from_all_ranks(lambda: bool(reader.read_metadata()), group)
     saved = reader.read_metadata().state_dict_metadata
     tensors = {name: tensor for name, tensor in tensors.items() if name in saved or not name.startswith(OPTIONAL)}
-    place = "loader.rows"  # the only one whose shape is not the model's
-    size = getattr(saved.get(place), "size", None)
-    if place in tensors and size not in (None, tensors[place].shape):
+    size = getattr(saved.get(POSITION), "size", None)
+    if POSITION in tensors and size not in (None, tensors[POSITION].shape):
         raise CheckpointError(
             f"{reader.checkpoint} cannot be loaded: its place in the data has shape {tuple(size)}, that of this run "
-            f"{tuple(tensors[place].shape)}. The number of data.sources, and whether each is text or prepared, must "
+            f"{tuple(tensors[POSITION].shape)}. The number of data.sources, and whether each is text or prepared, must "
             "stay: set the old ones again, or start a new run from these weights (checkpoint.initial_load_path)"
         )
 
@@ -207,6 +207,26 @@ def _first_failure(error: CheckpointException) -> tuple[BaseException, str]:
     return cause, str(cause) if isinstance(cause, TorchtrainError) else f"{cause!r} (rank {rank})"
 
 
+def read_layout(reader: VerifiedReader) -> LoaderLayout:
+    """The layout of the position in the data, of which the checkpoint has all numbers.
+
+    Raises:
+        DamagedError: the checkpoint has no position, or not of the shape that its manifest says.
+        StorageError: it cannot be read.
+    """
+    loader = reader.manifest.loader
+    if loader is None:
+        raise DamagedError(f"{reader.checkpoint} has no position in the data")
+    layout = LoaderLayout(loader["global_batch_size"], loader["seq_len"], tuple(loader["state_sizes"]))
+    saved = getattr(reader.read_metadata().state_dict_metadata.get(POSITION), "size", None)
+    if saved != layout.shape:
+        raise DamagedError(
+            f"{reader.checkpoint} is damaged: its position in the data has shape {saved and tuple(saved)}, and by its "
+            f"manifest {layout.shape}"
+        )
+    return layout
+
+
 class LoaderState(Stateful):
     """The data loader's state as a tensor sharded by rows of the batch, so that any number of ranks can load it.
 
@@ -223,17 +243,12 @@ class LoaderState(Stateful):
         """What the columns of the state stand for."""
         return self.loader.layout
 
-    def expect(self, manifest: Manifest) -> None:
-        """Prepare to load the state in the checkpoint with this ``manifest``; DamagedError if it has none."""
+    def expect(self, reader: VerifiedReader) -> None:
+        """Prepare to load the state in the checkpoint of ``reader``. Raises as ``read_layout``."""
         self._expected = None
-        if manifest.loader is None:
-            raise DamagedError(f"the checkpoint of step {manifest.step} has no position in the data")
-        sizes = tuple(manifest.loader["state_sizes"])
-        saved = LoaderLayout(manifest.loader["global_batch_size"], manifest.loader["seq_len"], sizes)
-        continued = [
-            same_content(old, new)
-            for old, new in zip(source_identities(manifest.data), source_identities(self.loader.identity), strict=False)
-        ]
+        saved = read_layout(reader)
+        identities = source_identities(reader.manifest.data), source_identities(self.loader.identity)
+        continued = [same_content(old, new) for old, new in zip(*identities, strict=False)]
         continued += [False] * (len(self.loader.streams) - len(continued))
         for source, is_continued in zip(self.loader.sources, continued, strict=False):
             if not is_continued:
@@ -244,8 +259,7 @@ class LoaderState(Stateful):
     def state_dict(self) -> dict[str, Any]:
         if self._expected is not None:
             layout, _ = self._expected
-            columns = 1 + len(layout.state_sizes) + sum(layout.state_sizes)
-            return {"rows": torch.empty(layout.global_batch_size, columns, dtype=torch.int64)}
+            return {"rows": torch.empty(layout.shape, dtype=torch.int64)}
         rows = self.loader.state_dict()["rows"]
         if self.mesh.batch.device_type == "cuda":  # from_local would copy them, and wait for it
             rows = rows.pin_memory().to("cuda", non_blocking=True)

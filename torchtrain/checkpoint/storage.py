@@ -34,7 +34,7 @@ from torchtrain.errors import SupersededError
 from torchtrain.files import scheme_of
 
 MANIFEST = "manifest.json"
-STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+STEP = re.compile(r"step-(0|[1-9][0-9]{0,17})")  # below 2^63
 
 
 @dataclass(frozen=True)

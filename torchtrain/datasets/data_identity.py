@@ -83,10 +83,12 @@ def from_json(content: Any) -> list[FileTable]:
     """The tables in the parsed JSON that ``as_json`` has written.
 
     Raises:
-        ValueError, TypeError, LookupError, AttributeError: ``content`` is something else.
+        ValueError, TypeError, LookupError, AttributeError, ArithmeticError: ``content`` is something else.
     """
     tables = []
     for table in content:
+        if len(table["files"]) > MAX_FILES:
+            raise ValueError(f"a table of more than {MAX_FILES:,} files")
         files = [DataFile(str(table["folder"]) + name, size, *hashes) for name, size, *hashes in table["files"]]
         if not all(type(file.size) is int and isinstance(file.hash + file.content, str) for file in files):
             raise ValueError("a file without a size or a hash")

@@ -52,6 +52,11 @@ class LoaderLayout:
     state_sizes: tuple[int, ...]
     """For each source, the number of columns for the state of a row's stream."""
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of the state of all rows."""
+        return self.global_batch_size, 1 + len(self.state_sizes) + sum(self.state_sizes)
+
 
 _Read = tuple[Batch, npt.NDArray[np.int64], bool]
 """A batch, the state of the loader after it, and whether the data end in it."""

@@ -10,6 +10,7 @@ from torchtrain.datasets.data_source import Exclusions, Place
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, parse_json, read_file
 
+MAX_LIST_BYTES = 2**34  # of the list; a line has about 100 bytes
 KEYS = ("text_hash", "file", "position")
 TEXT_HASH = re.compile("[0-9a-f]{32}")
 
@@ -29,7 +30,7 @@ def read_exclusions(path: str) -> Exclusions:
     """
     name = f"data.exclude = {path!r}"
     try:
-        lines = read_file(Path(path)).decode(errors="replace").splitlines()
+        lines = read_file(Path(path), DataError, MAX_LIST_BYTES).decode(errors="replace").splitlines()
     except MISSING as error:
         raise DataError(f"{name} is not a file: give a list of documents, or leave it out") from error
     texts, places = set(), set()

@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
     *("merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json", "config.json"),
 )
 """Files of a tokenizer, and those beside it that say how it is used."""
+MAX_VOCAB_SIZE = 2**24  # a list of so many sizes is made; the largest vocabularies have 2^20 tokens
 
 
 class Tokenizer(ABC):
@@ -149,7 +150,7 @@ def load_tokenizer(path: str = "") -> Tokenizer:
     """
     file = tokenizer_file(path)
     try:
-        content = read_file(file)
+        content = read_file(file, TokenizerError)
     except MISSING as error:
         reason = f"no {TOKENIZER_JSON} or tokenizer.model is in it" if file.is_dir() else error.strerror
         raise TokenizerError(
@@ -202,7 +203,7 @@ def _ids_added_by_config(tokenizer: Tokenizer, folder: Path) -> tuple[list[int],
 def _read_beside(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in another file of the tokenizer's folder; empty if there is no such file."""
     try:
-        content = parse_json(read_file(folder / name), f"{name}, beside it,", TokenizerError)
+        content = parse_json(read_file(folder / name, TokenizerError), f"{name}, beside it,", TokenizerError)
     except MISSING:
         return {}
     if not isinstance(content, dict):
@@ -264,6 +265,8 @@ class JsonTokenizer(Tokenizer):
         if not vocabulary:
             raise TokenizerError("its vocabulary is empty")
         self.vocab_size: int = max(vocabulary.values()) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise TokenizerError(f"it has the token id {self.vocab_size - 1:,}; they must be below {MAX_VOCAB_SIZE:,}")
         self.bos_id, self.eos_id = (special_id(name, vocabulary, folder) for name in ("bos", "eos"))
         separators = f" {self.bos_id} {self.eos_id}"
         if self.bos_id is not None and self.bos_id == self.eos_id:

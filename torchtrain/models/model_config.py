@@ -9,6 +9,21 @@ from torchtrain.errors import ConfigError
 from torchtrain.models.llama.rope_scaling import RopeScaling
 from torchtrain.models.spec import DecoderConfig, ModelSpec
 
+LARGEST = {
+    **dict.fromkeys(("dim", "ffn_dim", "vocab_size", "max_seq_len"), 2**28),
+    **dict.fromkeys(("n_heads", "n_kv_heads", "head_size"), 2**16),
+    "n_layers": 2**12,  # which take seconds to build on the meta device
+}
+"""Largest sizes of a model: beyond them it would take more memory than any machine has before anything is checked."""
+
+
+def require_sizes(config: DecoderConfig) -> None:
+    """Raise ValueError if a size in ``config`` is larger than that of any model, or no integer."""
+    for name, most in LARGEST.items():
+        value = getattr(config, name, 0)
+        if type(value) is not int or not 0 <= value <= most:
+            raise ValueError(f"{name} = {value!r} must be an integer of at most {most:,}")
+
 
 class Vocabulary(Protocol):
     """The attributes of a tokenizer that a model config depends on."""
@@ -59,6 +74,7 @@ def build_model_config(
             old = base.rope_scaling or RopeScaling()
             changes["rope_scaling"] = None if scaling.get("type") == "none" else replace(old, **scaling)
         config: DecoderConfig = replace(base, **changes, vocab_size=vocab_size, max_seq_len=seq_len)
+        require_sizes(config)
         if spec.check is not None:
             spec.check(config)
     except TypeError as error:  # its message names the missing fields

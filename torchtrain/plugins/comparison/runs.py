@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -113,7 +114,7 @@ def open_run(location: str | Path) -> RunFolder:
             raise ConfigError(f"{path} is not the folder of a run, such as outputs/debug_model: it has no config.toml")
         file = str(path / "config.toml")
         run = RunFolder(path, from_text(read_text(file), file, only_known=True), {}, {})
-        metrics = read_file(path / METRICS) if METRICS in names else b""
+        metrics = read_file(path / METRICS, most_bytes=sys.maxsize) if METRICS in names else b""
     for text in metrics.splitlines():
         line = json_object(text)
         if line is None or not isinstance(line.get("step"), int):

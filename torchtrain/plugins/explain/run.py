@@ -11,7 +11,7 @@ import torch
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
 from torchtrain.checkpoint.resume_compatibility import EXCLUDE, same_content, source_identities
 from torchtrain.checkpoint.saved_run import read_config
-from torchtrain.checkpoint.states import load_tensors
+from torchtrain.checkpoint.states import POSITION, load_tensors, read_layout
 from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
 from torchtrain.config.parse import from_text, read_text
 from torchtrain.config.run_plan import RunPlan, plan_of
@@ -27,7 +27,7 @@ from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.distributed.process_group import destroy_process_group, init_process_group
-from torchtrain.errors import CheckpointError, ConfigError, DataError
+from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import is_url, names_in
 from torchtrain.plugins.report.options import ReportConfig
 
@@ -197,19 +197,15 @@ def _saved_position(run: RunStep) -> Position | None:
     if not run.checkpoint_step:
         return None
     checkpoint = run.storage.open(run.checkpoint_step)
-    manifest = read_manifest(checkpoint)
-    if manifest.loader is None:
-        raise CheckpointError(f"{checkpoint} has no position in the data")
-    saved = manifest.loader
-    layout = LoaderLayout(saved["global_batch_size"], saved["seq_len"], tuple(saved["state_sizes"]))
-    columns = 1 + len(layout.state_sizes) + sum(layout.state_sizes)
-    rows = torch.empty(layout.global_batch_size, columns, dtype=torch.int64)
+    reader = VerifiedReader(checkpoint)
+    layout = read_layout(reader)
+    rows = torch.empty(layout.shape, dtype=torch.int64)
     init_process_group(torch.device("cpu"), run.config.comm.init_timeout_seconds)
     try:
-        load_tensors({"loader.rows": rows}, VerifiedReader(checkpoint))
+        load_tensors({POSITION: rows}, reader)
     finally:
         destroy_process_group()  # the trainer creates its own
-    return Position(run.checkpoint_step, rows.numpy(), layout, manifest.data)
+    return Position(run.checkpoint_step, rows.numpy(), layout, reader.manifest.data)
 
 
 def _resume(loader: DataLoader, position: Position) -> None:

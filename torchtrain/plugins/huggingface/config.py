@@ -7,14 +7,10 @@ from typing import Any
 from torchtrain.config.registry import MODELS
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.files import MISSING, parse_json, read_file
+from torchtrain.models.model_config import require_sizes
 from torchtrain.models.spec import DecoderConfig, HFFormat, spec_of
 
 CONFIG_FILE = "config.json"
-LARGEST = {
-    **dict.fromkeys(("dim", "ffn_dim", "vocab_size"), 2**28),
-    **dict.fromkeys(("n_layers", "n_heads", "n_kv_heads"), 2**16),
-}
-"""Largest sizes of a model: beyond them it would take more memory than any machine has before anything is checked."""
 
 
 def hf_format(model: DecoderConfig) -> HFFormat:
@@ -32,14 +28,11 @@ def hf_format(model: DecoderConfig) -> HFFormat:
 def read_hf_config(folder: Path) -> DecoderConfig:
     """Read the model config from ``config.json`` in ``folder``; CheckpointError if the model is not supported."""
     try:
-        content = parse_json(read_file(folder / CONFIG_FILE), folder / CONFIG_FILE, CheckpointError)
+        content = parse_json(read_file(folder / CONFIG_FILE, CheckpointError), folder / CONFIG_FILE, CheckpointError)
         if not isinstance(content, dict):
             raise ValueError(f"it contains {str(content)[:40]!r}, not an object")
         config = config_from_hf(content)
-        for name, most in LARGEST.items():
-            value = getattr(config, name, 0)
-            if type(value) is not int or not 0 <= value <= most:
-                raise ValueError(f"{name} = {value!r} must be an integer of at most {most:,}")
+        require_sizes(config)
         return config
     except KeyError as error:
         raise CheckpointError(f"{folder / CONFIG_FILE} lacks {error}") from error

@@ -30,7 +30,7 @@ from torchtrain.environment import require_one_process
 from torchtrain.errors import CheckpointError
 from torchtrain.files import is_url, parse_json, partial_folder, read_file, require_folder
 from torchtrain.logging import logger
-from torchtrain.models.model_config import build_model_config, to_model_section
+from torchtrain.models.model_config import build_model_config, require_sizes, to_model_section
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE, read_hf_config
 from torchtrain.plugins.huggingface.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
@@ -196,11 +196,20 @@ def meta_source(folder: Path, tokenizer_path: str) -> SourceWeights:
     vocab_size = load_tokenizer(tokenizer_path).vocab_size
     at = folder / "params.json"
     try:
-        model_config = config_from_meta(parse_json(read_file(at), at, CheckpointError), vocab_size)
+        model_config = config_from_meta(parse_json(read_file(at, CheckpointError), at, CheckpointError), vocab_size)
+        require_sizes(model_config)
         files = []
         for at in paths:  # the error message names this file
             files.append(torch.load(at, mmap=True, weights_only=True, map_location="cpu"))
-    except (RuntimeError, ValueError, TypeError, LookupError, pickle.UnpicklingError, EOFError) as error:
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        LookupError,
+        ArithmeticError,
+        pickle.UnpicklingError,
+        EOFError,
+    ) as error:
         raise CheckpointError(
             f"{at} is damaged, or not in Meta's format ({error!r:.200}): download it again"
         ) from error

@@ -101,7 +101,7 @@ class LocalFolder(DataFolder):
             return {}
 
     def read(self, name: str) -> bytes:
-        return read_file(self.path / name)
+        return read_file(self.path / name, DataError)
 
     def read_ranges(self, ranges: Sequence[Range]) -> list[bytes]:
         # All ranges are requested before the first is read, and nothing else is: a memory map would read ahead, from a

@@ -131,10 +131,9 @@ def _check(manifest: PreparedManifest) -> None:
     require(manifest.vocab_size >= 1, f"vocab_size = {manifest.vocab_size}")
     for shard in manifest.shards:
         require(SHARD_NAME.fullmatch(shard.name) is not None, f"{shard.name!r} is not the name of a shard")
-        counts = (shard.tokens, shard.documents, shard.bytes, shard.skipped)
-        require(
-            all(0 <= count < 2**60 for count in counts), f"{shard.name} has {counts} tokens, documents, bytes, skips"
-        )
+        counts = {key: value for key, value in vars(shard).items() if isinstance(value, int)}
+        for key, count in counts.items():
+            require(0 <= count < 2**60, f"{shard.name} has {key} = {count}")
 
 
 class TokenizedDataset(DataSource):
@@ -166,7 +165,7 @@ class TokenizedDataset(DataSource):
         self.held_out = manifest.held_out
         """The share of the documents that is not in this folder, but in its folder ``HELD_OUT``."""
         self.skipped = sum(shard.skipped for shard in manifest.shards)
-        sizes = folder.sizes()
+        sizes = self._sizes = folder.sizes()
         for shard in manifest.shards:
             name, expected = f"{shard.name}.tokens", shard.tokens * manifest.dtype.itemsize
             size = sizes.get(name)
@@ -255,7 +254,7 @@ class TokenizedDataset(DataSource):
             index = int(np.searchsorted(self._ends, start, side="right"))
             shard = self._manifest.shards[index]
             token = start - (int(self._ends[index]) - shard.tokens)
-            offsets = self._offsets(shard.name)
+            offsets = self._offsets(shard)
             document = int(np.searchsorted(offsets, token, side="right")) - 1
             first, end = offsets[document : document + 2].tolist()
             taken = min(end - token, count)
@@ -283,7 +282,7 @@ class TokenizedDataset(DataSource):
             own = location(self._file(shard))
             for position in sorted(place.position for place in places if location(place.file) == own):
                 match = POSITION.fullmatch(position)
-                offsets = self._offsets(shard.name)
+                offsets = self._offsets(shard)
                 document = int(match[1]) if match else -1
                 if match is None or not document < len(offsets) - 1 or offsets[document] != int(match[2]):
                     raise DataError(f"{self._file(shard)} has no {position!r}, which data.exclude names")
@@ -291,9 +290,18 @@ class TokenizedDataset(DataSource):
         return sorted(found)
 
     @functools.lru_cache(16)  # noqa: B019
-    def _offsets(self, shard: str) -> npt.NDArray[np.int64]:
-        """The offset of each document of a shard in tokens, and the number of tokens."""
-        return np.frombuffer(self.folder.read(f"{shard}.documents"), "<i8")
+    def _offsets(self, shard: Shard) -> npt.NDArray[np.int64]:
+        """The offset of each document of a shard in tokens, and the number of tokens; DataError if they are damaged."""
+        name, size_bytes = f"{shard.name}.documents", 8 * (shard.documents + 1)
+        if self._sizes.get(name) == size_bytes:
+            (content,) = self.folder.read_ranges([(name, 0, size_bytes)])
+            offsets = np.frombuffer(content, "<i8")
+            if offsets[0] == 0 and offsets[-1] == shard.tokens and (np.diff(offsets) >= 0).all():
+                return offsets
+        raise DataError(
+            f"{self.name}: {name} is missing or damaged: it does not have the places of {shard.documents:,} documents; "
+            "prepare the data again into an empty folder"
+        )
 
     def _ranges(self, start: int, count: int) -> Iterator[Range]:
         """The ranges of files that contain ``count`` tokens from ``start`` on, which may be in several shards."""
