@@ -1,6 +1,7 @@
 """The held-out part of a source, and a validation that depends on its documents alone."""
 
 import gzip
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from torchtrain import trainer
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, TrainingConfig, ValidationConfig
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.exclusions import text_hash
 from torchtrain.datasets.held_out import SourcePart, is_held_out, part_of
 from torchtrain.datasets.packing import DocumentSource, TextSource
 from torchtrain.distributed.mesh import ParallelDims
@@ -106,6 +108,68 @@ def test_held_out_documents_are_not_trained_on(kind: str, tmp_path: Path, text: 
     assert len(kept) > len(others) > 10
     assert trained & (kept | others) == kept
     assert held_out & (kept | others) == others
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+def test_held_out_documents_are_not_trained_on_from_another_source(
+    kind: str, weight: float, tmp_path: Path, text: str
+) -> None:
+    """Also if that source holds out a smaller share, or none, and if the source that does is only validated on."""
+    other = replace(source_of(kind, tmp_path, text), held_out=0.0)
+    source = SourceConfig(path=write_jsonl(tmp_path / "own.jsonl", DOCUMENTS), held_out=SHARE, weight=weight)
+    sources = (other, source) if kind.startswith("prepared") else (other, source, replace(source, held_out=0.1))
+    config = DataConfig(sources=sources, when_exhausted="stop", prefetch=0)
+    with captured_log() as log:
+        loader = make_loader(config, range(1), batch=1, seq_len=20_000, drop_last=False)
+    trained = documents_in(loader)
+    kept = {document.removesuffix("end\n") for document in DOCUMENTS if not is_held_out(document, SHARE)}
+    others = {document.removesuffix("end\n") for document in DOCUMENTS} - kept
+    assert trained & (kept | others) == kept
+    assert "data.sources[1].held_out = 0.3 is the largest share that a source holds out: the same" in "".join(log)
+
+
+def test_prepared_data_with_documents_that_another_source_holds_out_are_rejected(tmp_path: Path, text: str) -> None:
+    smaller, larger = str(tmp_path / "smaller"), str(tmp_path / "larger")
+    for share, output in ((0.1, smaller), (0.5, larger)):
+        prepare(SourceConfig(path=text, held_out=share), "data", "", output, processes=1)
+    source = SourceConfig(path=text, held_out=SHARE)
+    with pytest.raises(
+        DataError,
+        match=r"data.sources\[0\].held_out = 0.3 must be that with which data.sources\[1\].*was prepared, 0.1",
+    ):
+        make_loader(DataConfig(sources=(source, SourceConfig(path=smaller))))
+    loader = make_loader(DataConfig(sources=(source, SourceConfig(path=larger))))
+    assert take(loader, 1).shape == (1, 8, 32)
+    with pytest.raises(DataError, match=r"data.held_out = 0.3 must be that with which .* was prepared, 0.5"):
+        make_loader(DataConfig(path=larger, held_out=SHARE, when_exhausted="stop"), held_out=True)
+
+
+def test_several_sources_are_prepared_with_the_largest_share(tmp_path: Path, text: str) -> None:
+    tables = f'{{path = "{text}", held_out = 0.3}}, {{path = "{text}"}}'
+    (tmp_path / "two.toml").write_text(f"[data]\nsources = [{tables}]\n")
+    arguments = ("--job.config_file", str(tmp_path / "two.toml"), "--prepare.output", str(tmp_path / "out"))
+    checked_command("torchtrain.prepare", *arguments)
+    for number in "01":
+        assert json.loads((tmp_path / "out" / number / "manifest.json").read_text())["held_out"] == 0.3
+    paths = [str(tmp_path / "out" / number) for number in "01"]
+    make_loader(DataConfig(sources=(SourceConfig(path=paths[0], held_out=0.3), SourceConfig(path=paths[1]))))
+
+
+@pytest.mark.parametrize("kind", ["prepared", "streamed"])
+def test_document_with_a_lone_surrogate_has_the_same_hash_in_all_data(kind: str, tmp_path: Path) -> None:
+    """JSON can contain one, and the copy of local text cannot."""
+    documents = [f"item {number} \ud83d of text {number * 7}end\n" for number in range(100)]
+    path = write_jsonl(tmp_path / "text.jsonl", documents)
+    found = []
+    for of in ("local", kind):
+        config = DataConfig(**vars(source_of(of, tmp_path, path)), when_exhausted="stop", prefetch=0)
+        found.append(
+            documents_in(make_loader(config, range(1), batch=1, seq_len=20_000, drop_last=False, held_out=True))
+        )
+    assert len(found[0]) > 10
+    assert found[0] == found[1]
+    assert text_hash(documents[0]) == text_hash(documents[0].replace("\ud83d", "?"))  # as explain names it
 
 
 @pytest.mark.parametrize("kind", ["prepared", "streamed", "compressed"])

@@ -493,8 +493,9 @@ class SourceConfig(Section):
     """Name of the source in the log, in metrics and plots. Empty: the name of its file, folder or dataset."""
     held_out: Annotated[float, ("be at least 0 and less than 1", lambda value: 0 <= value < 1)] = 0.0
     """Share of the documents that is not trained on, but validated on, without another option; [validation] has the
-    interval. Documents are chosen by their content, so that equal ones are on the same side. Prepared data must have
-    been prepared with the same share. In a file that names no data it is of the standard library: --data.path unsets
+    interval. Documents are chosen by their content, so that equal ones are on the same side. Of several sources, all
+    are trained on without the documents of the largest share. Prepared data must have been prepared with the same
+    share. In a file that names no data it is of the standard library: --data.path unsets
     it."""
     type: str = ""
     """Type of the source: files, remote_files (those by URLs), hub, standard_library, standard_library_docs (its
@@ -588,6 +589,11 @@ class SourcesConfig(SourceConfig):
     def all(self) -> tuple[SourceConfig, ...]:
         """All sources: those in ``sources``, or this one."""
         return self.sources or (self,)
+
+    @property
+    def largest_held_out(self) -> float:
+        """The largest share that a source holds out. No source is trained on its documents of this share."""
+        return max(source.held_out for source in self.all)
 
 
 @dataclass(frozen=True)

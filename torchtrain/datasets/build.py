@@ -20,6 +20,7 @@ from torchtrain.datasets.packing import TextSource
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.logging import logger
 
 
 def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
@@ -66,7 +67,8 @@ def build_dataloader(
         section: name of ``config`` in messages.
         drop_last: if the data are not repeated, end before the first batch that is not full.
         count_bytes: whether batches have ``label_bytes``.
-        held_out: whether to read the held-out parts of the sources, in place of the others.
+        held_out: whether to read the held-out parts of the sources, in place of the others. The others are without the
+            largest share of all sources, because a document that one source holds out may be in another one, too.
         sequential, longest_seq_len: see ``StreamRequest``; ``config`` may have a larger length.
         plugins: see ``SourceContext``.
         group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
@@ -93,6 +95,16 @@ def build_dataloader(
     ]
 
     read = partial(read_exclusions, config.exclude)
+    share = config.largest_held_out
+    shares = {context.section: source.held_out for source, context in zip(config.all, contexts, strict=True)}
+    of_share = max(shares, key=lambda section: shares[section])
+    others = [section for section, own in shares.items() if own < share]
+    if others and not held_out:
+        logger.info(
+            "%s.held_out = %g is the largest share that a source holds out: the same documents of %s are not trained "
+            "on, either",
+            *(of_share, share, ", ".join(others)),
+        )
 
     def query_on_rank0() -> list[Any]:
         pairs = zip(config.all, contexts, strict=True)
@@ -102,8 +114,10 @@ def build_dataloader(
         sources = []
         for source, context, answer in zip(config.all, contexts, answers, strict=True):
             found = DATA_SOURCES[source.source_type].open(source, context, answer)
-            if source.held_out:
-                found = part_of(found, source.held_out, held_out=held_out, section=context.section)
+            if held_out and source.held_out:
+                found = part_of(found, source.held_out, held_out=True, section=context.section)
+            elif share:
+                found = part_of(found, share, held_out=False, section=of_share)
             sources.append(found)
         return [(source, source.identity()) for source in sources]
 

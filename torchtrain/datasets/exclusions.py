@@ -15,9 +15,17 @@ KEYS = ("text_hash", "file", "position")
 TEXT_HASH = re.compile("[0-9a-f]{32}")
 
 
+def utf8(text: str) -> bytes:
+    """``text`` in UTF-8, with "?" in place of a lone surrogate, which JSON can contain, as tokenizers read it.
+
+    Hashes are of these bytes, because some formats in which a document is stored cannot contain a lone surrogate.
+    """
+    return text.encode("utf-8", "replace")
+
+
 def text_hash(text: str) -> str:
     """XXH3 of 128 bits of ``text`` in UTF-8, by which a document is named wherever it is stored."""
-    return xxhash.xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
+    return xxhash.xxh3_128_hexdigest(utf8(text))
 
 
 def read_exclusions(path: str) -> Exclusions:

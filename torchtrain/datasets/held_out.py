@@ -4,14 +4,18 @@ import xxhash
 
 from torchtrain.datasets.data_identity import FileTable
 from torchtrain.datasets.data_source import DataSource, Place, SourceSize
+from torchtrain.datasets.exclusions import utf8
 from torchtrain.datasets.packing import DocumentSource
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 
 
 def is_held_out(text: str, share: float) -> bool:
-    """Whether the document is in the held-out ``share`` of all documents. Equal documents are on the same side."""
-    return xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass")) < share * 2**64
+    """Whether the document is in the held-out ``share`` of all documents. Equal documents are on the same side.
+
+    A document of a share is in each larger share, too.
+    """
+    return xxhash.xxh3_64_intdigest(utf8(text)) < share * 2**64
 
 
 def part_of(source: DataSource, share: float, *, held_out: bool, section: str) -> DataSource:

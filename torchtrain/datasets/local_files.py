@@ -22,6 +22,7 @@ import xxhash
 from torchtrain.datasets.conversion_cache import Record, copies_folder
 from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity, shortened
 from torchtrain.datasets.data_source import Place
+from torchtrain.datasets.exclusions import utf8
 from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,
@@ -280,8 +281,7 @@ def _convert(
         with pyarrow.ipc.new_stream(output, schema) as writer, ProgressBar(f"converting {label}", None) as bar:
             source = texts()
             while rows := list(itertools.islice(source, _ROWS)):
-                # A lone surrogate, which JSON can contain, has no UTF-8 encoding: tokenizers also replace it by "?".
-                encoded = [row if row is None else row.encode("utf-8", "replace") for row in rows]
+                encoded = [row if row is None else utf8(row) for row in rows]
                 size = sum(len(row) for row in encoded if row is not None)
                 text_bytes += size
                 bar.update(size)

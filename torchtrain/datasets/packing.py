@@ -29,7 +29,7 @@ from torchtrain.datasets.data_source import (
     StreamRequest,
     Tokens,
 )
-from torchtrain.datasets.exclusions import text_hash
+from torchtrain.datasets.exclusions import text_hash, utf8
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
@@ -44,8 +44,8 @@ GROUP_WINDOWS = 32
 
 
 def text_bytes(text: str) -> int:
-    """Bytes of ``text`` in UTF-8; a lone surrogate counts as one byte, because tokenizers read "?" instead."""
-    return len(text.encode("utf-8", "replace"))
+    """Number of bytes of ``text`` in UTF-8."""
+    return len(utf8(text))
 
 
 class TextSource(DataSource):

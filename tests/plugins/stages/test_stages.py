@@ -402,6 +402,17 @@ def test_errors_of_all_stages_are_in_one_message() -> None:
     assert "stages[2] (decay): training.seed must not differ" in str(error.value)
 
 
+def test_first_stage_trains_on_nothing_that_a_later_one_holds_out() -> None:
+    base = BASE + '[data]\npath = "a.jsonl"\nheld_out = 0.01\n'
+    later = '[[stages]]\nname = "one"\nsteps = 4\n[[stages]]\nname = "two"\nsteps = 4\n[stages.data]\nheld_out = '
+    assert [of.data.largest_held_out for of in resolved(base + later + "0.005")] == [0.01, 0.01]
+    with pytest.raises(
+        ConfigError,
+        match=r"stages\[1\] \(two\): held_out = 0.02 of a source must not be larger than in the first stage",
+    ):
+        resolved(base + later + "0.02")
+
+
 @pytest.mark.parametrize("sizes", ["4, 8", "4 at 1K", "4, 8 at 2K, 16 at 1K", "four", "4,, 8 at 1K", "4, 8 at 20x"])
 def test_invalid_batch_sizes_by_tokens_are_rejected(sizes: str) -> None:
     text = BASE.replace("global_batch_size = 4", f'global_batch_size = "{sizes}"\nsteps = 20')

@@ -81,8 +81,8 @@ def run(config: JobConfig) -> int:
         open_input(source, key, tokenizer, verify_bytes, rank=rank, world_size=world_size)
         for source, key in zip(config.data.all, keys, strict=True)
     ]
-    for documents, source, folder in zip(inputs, config.data.all, folders, strict=True):
-        held_out = source.held_out
+    held_out = config.data.largest_held_out  # a run without these documents trains on no held-out one of another source
+    for documents, folder in zip(inputs, folders, strict=True):
         manifest = tokenize(documents, tokenizer, folder, processes, held_out, rank=rank, world_size=world_size)
         if manifest is None:
             continue

@@ -200,7 +200,8 @@ class TokenizedDataset(DataSource):
         return SourceSize(len(self), sum(shard.bytes for shard in self._manifest.shards))
 
     def part(self, share: float, *, held_out: bool, section: str) -> DataSource:
-        if share != self.held_out:
+        # A larger share has the documents of ``share``, too.
+        if share > self.held_out or (held_out and share != self.held_out):
             raise DataError(
                 f"{section}.held_out = {share:g} must be that with which {self.name} was prepared, {self.held_out:g}: "
                 f"set it to that, or prepare the data again with --data.held_out {share:g}"

@@ -82,7 +82,15 @@ def stage_configs(config: JobConfig) -> list[JobConfig]:
             problems += [f"{_label(config, number)}: {line.strip()}" for line in str(error).splitlines()]
     if problems:
         raise ConfigError("\n  ".join(problems))
-    return configs if resolved else _with_common_sources(configs)
+    configs = configs if resolved else _with_common_sources(configs)
+    shares = [config.data.largest_held_out for config in configs]
+    if max(shares) > shares[0]:
+        number = shares.index(max(shares))
+        raise ConfigError(
+            f"{_label(config, number)}: held_out = {shares[number]:g} of a source must not be larger than in the first "
+            f"stage, {shares[0]:g}, which trains on documents of this share: set held_out of a source there to it, too"
+        )
+    return configs
 
 
 def set_options(table: Mapping[str, Any]) -> dict[str, Any]:
