@@ -435,6 +435,28 @@ def test_grace_period_after_a_slurm_warning_lasts_until_the_job_limit(
         assert stop.seconds_left == pytest.approx(seconds, abs=3)
 
 
+@pytest.mark.parametrize(
+    ("handler", "by_torchrun", "stops"),
+    [(signal.SIG_DFL, False, True), (signal.SIG_IGN, False, False), (signal.SIG_IGN, True, True)],
+)
+def test_hangup_stops_a_run_but_under_nohup_only_if_torchrun_sends_it(
+    handler: signal.Handlers, by_torchrun: bool, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if by_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "any")
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        with StopRequest(FaultsConfig()) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            deadline = time.monotonic() + (5 if stops else 0.3)
+            while not stop.pending and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert stop.signal_name == ("SIGHUP" if stops else None)
+        assert signal.getsignal(signal.SIGHUP) == handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def treat_all_steps_as_long() -> Any:
     from torchtrain.fault_tolerance import step_check
 

@@ -84,6 +84,26 @@ def test_sigterm_is_forwarded_to_the_ranks(tmp_path: Path) -> None:
     assert "Traceback" not in errors.read_text()
 
 
+def ignore_hangup() -> None:
+    """As nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def test_launcher_and_ranks_ignore_sighup_under_nohup(tmp_path: Path) -> None:
+    script = f"echo ready; until [ -e {tmp_path}/go ]; do sleep 0.1; done; echo end"
+    arguments = (*LAUNCH, "2", "bash", "-c", script)
+    [process], [output, errors] = start_command(tmp_path, *arguments, hook=ignore_hangup)
+    while not output.exists() or output.read_text() != "ready\nready\n":
+        assert process.is_alive(), errors.read_text()
+        time.sleep(0.02)
+    os.kill(process.pid or 0, signal.SIGHUP)
+    time.sleep(0.5)
+    (tmp_path / "go").touch()
+    process.join(120)
+    assert process.exitcode == 0, errors.read_text()
+    assert output.read_text() == "ready\nready\nend\nend\n"
+
+
 def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
     script = "[ $RANK = 0 ] && kill -TERM $PPID; for i in $(seq 300); do sleep 0.2; done"
     with subprocess.Popen(

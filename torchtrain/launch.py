@@ -2,7 +2,7 @@
 
 torchrun exits with 1 for any exit code of a rank, prints a long traceback, and is killed by SIGUSR1, which SLURM sends
 before the time limit. This command exits with the exit code of the rank that failed first (128 + number for a signal),
-and leaves SIGUSR1 to the ranks.
+leaves SIGUSR1 to the ranks, and ignores SIGHUP under nohup.
 """
 
 import logging
@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(hide)
     arguments = parse_args(argv)  # type: ignore[no-untyped-call]
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it nevertheless
+        signals = [name.strip() for name in arguments.signals_to_handle.split(",")]
+        arguments.signals_to_handle = ",".join(name for name in signals if name != "SIGHUP")
     try:
         most = parse_min_max_nnodes(arguments.nnodes)[1]
         if min(most, determine_local_world_size(arguments.nproc_per_node)) < 1:

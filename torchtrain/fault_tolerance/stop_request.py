@@ -25,6 +25,14 @@ POLL_SECONDS = 0.2
 EXIT_SECONDS = 10.0  # for all processes of a SLURM job to exit, and for the job to be requeued
 
 
+def _is_stopped_by_hangup() -> bool:
+    """Whether SIGHUP, as when a terminal is closed, stops this rank; not where nohup protects the run.
+
+    A rank of torchrun is in a session of its own: a SIGHUP there comes from torchrun, which kills the rank after it.
+    """
+    return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN or "TORCHELASTIC_RUN_ID" in os.environ
+
+
 class StopRequest:
     """Whether this rank was asked to stop, and when it must exit. A context manager, entered on the main thread.
 
@@ -32,8 +40,8 @@ class StopRequest:
     entries may be nested, because a run in stages has one request for all its trainers. So a signal between two stages
     is not lost.
 
-    The first SIGTERM, SIGUSR1 or SIGINT (Ctrl-C) is a request to stop, and so is the time ``stop_grace_seconds`` before
-    the wall-clock limit. A second signal ends the process immediately.
+    The first SIGTERM, SIGUSR1, SIGHUP or SIGINT (Ctrl-C) is a request to stop, and so is the time
+    ``stop_grace_seconds`` before the wall-clock limit. A second signal ends the process immediately.
 
     Signals are handled even while the main thread waits in a collective, where Python does not run signal handlers: the
     interpreter writes the number of each signal to a socket (``signal.set_wakeup_fd``), which a thread reads.
@@ -56,9 +64,10 @@ class StopRequest:
             return self
         reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
+        self._signals = (*SIGNALS, signal.SIGHUP) if _is_stopped_by_hangup() else SIGNALS
         # Set before the handlers, which do nothing, so that no signal is lost in between.
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        self._before = {number: signal.signal(number, lambda *_: None) for number in self._signals}
         threading.Thread(target=self._read, args=(reader,), name="signals", daemon=True).start()
         return self
 
@@ -73,7 +82,7 @@ class StopRequest:
 
     def _read(self, reader: socket.socket) -> None:
         while received := reader.recv(1):
-            if received[0] not in SIGNALS:
+            if received[0] not in self._signals:
                 continue
             name, now = signal.Signals(received[0]).name, time.monotonic()
             if self.signal_name is None:
