@@ -65,7 +65,7 @@ TokenCount = Annotated[
     str,
     (
         "be a number of tokens such as '500M' or '20B', or of tokens for each parameter such as '20x'",
-        lambda value: not value or bool(re.fullmatch(TOKENS, value) and float(value.rstrip("KMBTx")) > 0),
+        lambda value: not value or bool(re.fullmatch(TOKENS, value) and 0 < float(value.rstrip("KMBTx")) < 2**63),
     ),
 ]
 

@@ -216,6 +216,11 @@ def _check_results(part: str, found: Mapping[str, Any], prefix: str, others: Map
             raise TypeError(f"the validation part {part!r} returned {name}: begin names with {prefix}_, each its own")
 
 
+def perplexity_of(loss: float) -> float:
+    """The exponential of ``loss``, in nats; infinite, and no OverflowError, where it is too large for a float."""
+    return math.inf if loss > LARGEST_LOSS else math.exp(loss)
+
+
 def results_of(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
     """Loss per token, perplexity and bits per byte, from sums of loss in nats, tokens, and bytes."""
     nats, tokens, size = sums.tolist()
@@ -224,7 +229,7 @@ def results_of(sums: Tensor, prefix: str, suffix: str) -> dict[str, float]:
     loss = nats / tokens
     return {
         f"{prefix}_loss{suffix}": loss,
-        f"{prefix}_perplexity{suffix}": math.inf if loss > LARGEST_LOSS else math.exp(loss),
+        f"{prefix}_perplexity{suffix}": perplexity_of(loss),
         f"{prefix}_bits_per_byte{suffix}": nats / math.log(2) / max(size, 1),
         f"{prefix}_tokens{suffix}": int(tokens),
     }

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from forked_command import checked_command, run_command
 
+from torchtrain.plugins.evaluation import perplexity_command
+
 TEXTS = [f"def f{n}(x):\n    return x * {n}  # naïve\n" * (1 + n % 5 * 9) for n in range(12)]  # one to many windows
 SEQ_LEN = 64  # that of trained_run
 
@@ -95,3 +97,16 @@ def test_invalid_options_are_one_line_errors(
     assert result.returncode == 2, result.stderr
     assert message in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+def diverge() -> None:
+    """Let the model have a loss whose exponential is too large for a float."""
+    perplexity_command.loss_sum = lambda *_: 1e9
+
+
+def test_perplexity_of_a_model_that_has_diverged_is_infinite(trained_run: Path, files: Path) -> None:
+    values = found(trained_run, files / "first.txt", hook=diverge)
+    assert values["loss"] == 1e9 / values["tokens"]
+    assert values["perplexity"] is None
+    text = checked_command("torchtrain.perplexity", str(trained_run), str(files / "first.txt"), hook=diverge).stdout
+    assert "  perplexity inf  " in text

@@ -35,7 +35,12 @@ try:
     from lm_eval.api.registry import register_model
     from lm_eval.loggers import EvaluationTracker
 
-    from torchtrain.plugins.evaluation.harness import HarnessBase, StoppedTexts, task_data_error
+    from torchtrain.plugins.evaluation.harness import (
+        HarnessBase,
+        StoppedTexts,
+        infinite_perplexities,
+        task_data_error,
+    )
 except ImportError as error:
     sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
     sys.exit(ConfigError.exit_code)
@@ -71,7 +76,8 @@ def main(argv: Sequence[str]) -> int:
     tracker.setLevel(logging.INFO)  # independent of the verbosity that the user chooses
     tracker.addHandler(log_records)
     try:
-        cli_evaluate()
+        with infinite_perplexities():
+            cli_evaluate()
     except (ValueError, TypeError, NotImplementedError, FileNotFoundError) as error:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if not frame.f_globals["__name__"].startswith(HARNESS_OPTIONS):

@@ -4,13 +4,17 @@
 """
 
 import errno
+import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from lm_eval.api import metrics
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
@@ -20,6 +24,7 @@ from tqdm import tqdm
 from torchtrain.cli import is_first_rank
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.metrics.validation import perplexity_of
 from torchtrain.plugins.evaluation.generation import Sampling
 
 
@@ -195,3 +200,18 @@ def task_data_error(error: OSError, option: str) -> TorchtrainError:
         f"{option}: the data of a task cannot be fetched: {error}. Start again with a network, or fetch them on a "
         "machine that has one into a folder that HF_HOME names on both"
     )
+
+
+@contextmanager
+def infinite_perplexities() -> Iterator[None]:
+    """A context manager in which a perplexity that the harness computes is infinite where it is too large for a float.
+
+    Its functions would raise OverflowError, and no score of any task would be left. They call ``exp`` of the module
+    ``math`` alone, and the harness knows them by their identity, so they cannot be replaced themselves.
+    """
+    before = metrics.math
+    metrics.math = SimpleNamespace(**{**vars(math), "exp": perplexity_of})  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        metrics.math = before

@@ -79,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     trained = load_model(options.checkpoint, options.device, options.dtype, options.tokenizer_path, options.weights)
     found = perplexity(trained, options)
     if is_first_rank():
-        sys.stdout.write(f"{json.dumps(found) if options.json else as_text(found)}\n")
+        finite = {name: value if math.isfinite(value) else None for name, value in found.items()}  # JSON has no others
+        sys.stdout.write(f"{json.dumps(finite) if options.json else as_text(found)}\n")
     destroy_process_group()
     return 0
 
@@ -88,6 +89,7 @@ def perplexity(trained: "TrainedModel", options: PerplexityOptions) -> dict[str,
     """The loss of ``trained`` on the files of ``options``: the mean over tokens in nats, and what follows from it."""
     from torchtrain.datasets.local_files import open_files
     from torchtrain.datasets.packing import text_bytes
+    from torchtrain.metrics.validation import perplexity_of
 
     longest = trained.model.config.max_seq_len
     seq_len = options.seq_len or longest
@@ -112,7 +114,8 @@ def perplexity(trained: "TrainedModel", options: PerplexityOptions) -> dict[str,
         raise ConfigError(f"{' '.join(options.files)}: there are no tokens to predict; name files with text")
     loss = total / counts["tokens"]
     bits_per_byte = total / math.log(2) / counts["bytes"]
-    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": bits_per_byte, **counts, "seq_len": seq_len}
+    values = {"loss": loss, "perplexity": perplexity_of(loss), "bits_per_byte": bits_per_byte}
+    return {**values, **counts, "seq_len": seq_len}
 
 
 def loss_sum(trained: "TrainedModel", windows: Iterable[list[int]], batch_size: int, seq_len: int) -> float:

@@ -19,7 +19,12 @@ from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.plugins.evaluation.generation import Sampling
-from torchtrain.plugins.evaluation.harness import HarnessBase, StoppedTexts, task_data_error
+from torchtrain.plugins.evaluation.harness import (
+    HarnessBase,
+    StoppedTexts,
+    infinite_perplexities,
+    task_data_error,
+)
 from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_padded
 
@@ -182,6 +187,7 @@ class Tasks:
             same_random_numbers(self.harness.device_of_model),
             redirect_stderr(io.StringIO()),
             self.harness.counting_host_work(tasks),
+            infinite_perplexities(),
         ):
             found = evaluate(
                 lm=self.harness,
