@@ -36,7 +36,7 @@ from torchtrain.plugins.prepared_data.data_folder import LocalFolder
 from torchtrain.plugins.prepared_data.open_folder import open_folder
 from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest, verify
 from torchtrain.plugins.remote_data import streamed_text
-from torchtrain.plugins.remote_data.remote_files import RangeFile, RemoteFile, identify_remote
+from torchtrain.plugins.remote_data.remote_files import RangeFile, RemoteFile, find_remote_files, identify_remote
 from torchtrain.plugins.remote_data.streamed_text import StreamedFile
 
 
@@ -192,6 +192,32 @@ def test_urls_with_a_host_are_read_from_that_host(tmp_path: Path) -> None:
         assert torch.equal(take(make_loader(DataConfig(path=path, prefetch=0)), 3), expected)
     with pytest.raises(DataError, match=r"hosted://server/texts/0.jsonl: it has no column 'other'"):
         make_loader(DataConfig(path="hosted://server/texts", text_column="other"))
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl", "/**/*.jsonl", "/*/*.jsonl"])
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_hidden_files_are_left_out_of_folders_and_patterns(scheme: str, pattern: str, tmp_path: Path) -> None:
+    """Such as copies that Jupyter and macOS make; a hidden folder that the path names is read."""
+    folder = tmp_path / ".data" / "text"
+    for name in ("a.jsonl", "._a.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl", "inner/b.jsonl", "inner/.b.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / name, [f"text of {name}"])
+    config = DataConfig(path=f"{scheme}{folder}{pattern}", when_exhausted="stop", prefetch=0)
+    batches = list(make_loader(config, range(1), batch=1, seq_len=2000, drop_last=False))
+    found = set(re.findall("text of ([^<]*?jsonl)", TOKENIZER.decode(batches[0].tokens[0].tolist())))
+    expected = {"": {"a.jsonl", "inner/b.jsonl"}, "/*.jsonl": {"a.jsonl"}, "/*/*.jsonl": {"inner/b.jsonl"}}
+    assert found == expected.get(pattern, expected[""])
+
+
+@pytest.mark.parametrize("name", ["web[1]/a.jsonl", "web[1]", "text [part 1].jsonl", "we[ab]/*.jsonl"])
+def test_brackets_in_a_url_are_of_a_name_or_of_a_pattern(name: str, memory: MemoryFileSystem) -> None:
+    for path in ("web[1]/a.jsonl", "text [part 1].jsonl", "web/a.jsonl"):
+        memory.pipe_file(f"/data/{path}", json.dumps({"text": path}).encode())
+    files = find_remote_files([f"memory://data/{name}"], "the data", "data.path")
+    expected = {"web[1]": "web[1]/a.jsonl", "we[ab]/*.jsonl": "web/a.jsonl"}.get(name, name)
+    assert [file.path for file in files] == [f"/data/{expected}"]
+    with pytest.raises(DataError, match="the data does not exist"):
+        find_remote_files(["memory://data/web[2]"], "the data", "data.path")
 
 
 def test_case_of_a_scheme_does_not_matter(tmp_path: Path) -> None:

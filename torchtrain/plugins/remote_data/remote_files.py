@@ -136,10 +136,16 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
 
     def find() -> tuple[dict[str, Any], bool]:
         file_system.invalidate_cache()
-        if has_magic(path):
-            # Without a time limit, because the listing of a large folder takes many requests.
-            return file_system.glob(path, detail=True), False
-        info = file_system.info(path)
+        try:
+            # A name may have brackets. No name is looked for that has * or ?, which a request may misread.
+            info = None if has_magic(path.replace("[", "")) else file_system.info(path)
+        except MISSING:
+            if not has_magic(path):
+                raise
+            info = None
+        # Without a time limit, because the listing of a large folder takes many requests.
+        if info is None:
+            return _without_hidden(path, file_system.glob(path, detail=True)), False
         if info["type"] == "directory":
             return file_system.find(path, detail=True), True
         return {info["name"]: info}, False
@@ -177,6 +183,16 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
         for name, info in entries
         if info["size"] > 0
     ]
+
+
+def _without_hidden(pattern: str, found: dict[str, Any]) -> dict[str, Any]:
+    """The entries that ``pattern`` matches without names that begin with a dot, unless it gives these names itself."""
+    given = set(pattern.split("/"))
+    return {
+        name: info
+        for name, info in found.items()
+        if not any(part.startswith(".") and part not in given for part in name.split("/"))
+    }
 
 
 def identify_remote(files: Sequence[RemoteFile], verify_bytes: float) -> Identity:
