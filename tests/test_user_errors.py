@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -391,3 +392,42 @@ def test_config_file_of_the_command_line_overrides_that_of_the_launcher(tmp_path
     assert config.job.dump_folder == "outputs/mine"
     script = (ROOT / "scripts/train.slurm").read_text()
     assert 'arguments=(--job.config_file "${CONFIG_FILE:-train_configs/debug_model.toml}" "$@")' in script
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("torchtrain.train", "--no.such.option", "1"),
+        ("torchtrain.explain", "nowhere", "--step", "3"),
+        ("torchtrain.compare", "nowhere", "elsewhere"),
+        ("torchtrain.estimate", "--model.flavor", "none"),
+        ("torchtrain.perplexity", "nowhere"),
+        ("torchtrain.generate", "nowhere", "--temperature", "-1"),
+        ("torchtrain.convert", "nowhere", "elsewhere"),
+    ],
+)
+def test_command_that_is_rejected_says_why_where_a_pod_sets_rank(command: tuple[str, ...]) -> None:
+    """As in a pod of a PyTorchJob, in which somebody starts it."""
+    pod = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "worker-0", "MASTER_PORT": "23456"}
+    result = run_command(*command, environment={**pod, "LOCAL_RANK": "0"})
+    assert result.returncode == 2
+    assert "error: " in result.stderr
+
+
+def test_rejected_config_is_reported_by_the_first_rank_of_a_node_alone() -> None:
+    ranks = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+    result = run_command("torchtrain.train", "--no.such.option", "1", environment=ranks)
+    assert (result.returncode, result.stderr) == (2, "")
+
+
+@pytest.mark.parametrize("command", ["train --help training", "estimate --help training", "generate --help"])
+def test_command_whose_reader_has_ended_says_nothing(command: str) -> None:
+    """Such as ``| head``, which ends after the first lines."""
+    module, *options = command.split()
+    reader, writer = os.pipe()
+    os.close(reader)
+    arguments = [sys.executable, "-u", "-m", f"torchtrain.{module}", *options]
+    result = subprocess.run(arguments, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, cwd=ROOT)
+    os.close(writer)
+    assert result.stderr == ""
+    assert result.returncode == 128 + signal.SIGPIPE

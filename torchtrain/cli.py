@@ -4,6 +4,7 @@ import atexit
 import errno
 import io
 import os
+import select
 import signal
 import sys
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from torchtrain import __version__
 from torchtrain.environment import LOST_CONNECTION, limit_error
@@ -67,8 +68,18 @@ def is_first_rank() -> bool:
     return rank == "0" or not rank.isdecimal()
 
 
+def reports_errors() -> bool:
+    """Whether this process prints the errors that all ranks have, such as those of the config.
+
+    Rank 0 does, and without torchrun the first rank of each node: RANK may be set in a pod in which a command is
+    started alone, so that there is no rank 0.
+    """
+    is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0" and "TORCHELASTIC_RUN_ID" not in os.environ
+    return is_first_rank() or is_first_of_node
+
+
 def _log_signal(number: int) -> None:
-    if is_first_rank():
+    if reports_errors():
         logger.error("stopped by %s", "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name)
 
 
@@ -83,10 +94,11 @@ def _log_once(error: TorchtrainError, *, only_this_rank: bool = False) -> None:
         error: the error to log.
         only_this_rank: whether ``error`` may have been raised on this rank only, even after initialization.
     """
-    if not is_first_rank():
+    dist = sys.modules.get("torch.distributed")
+    is_initialized = dist is not None and dist.is_initialized()
+    if not (is_first_rank() if is_initialized else reports_errors()):
         # Without torch the config was rejected, by all ranks with the same message, unless a machine cannot read it.
-        dist = sys.modules.get("torch.distributed")
-        raised_on_all = not error.of_machine if dist is None else dist.is_initialized()
+        raised_on_all = not error.of_machine if dist is None else is_initialized
         if not (raised_on_all and only_this_rank):
             if raised_on_all or "TORCHELASTIC_RUN_ID" not in os.environ or isinstance(error, StoppedError):
                 return
@@ -95,11 +107,21 @@ def _log_once(error: TorchtrainError, *, only_this_rank: bool = False) -> None:
     logger.error("error: %s", error)
 
 
+def _has_no_reader(stream: TextIO) -> bool:
+    """Whether ``stream`` is a pipe, or a socket, that nothing reads any more."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)  # errors alone
+        return any(event & select.POLLERR for _, event in poll.poll(0))
+    except (OSError, ValueError):  # closed, or no file
+        return False
+
+
 def run_command(run: Callable[[], int]) -> int:
     """Call ``run`` and return its exit code, with one message and a documented exit code for errors of the environment.
 
-    These are a TorchtrainError, Ctrl-C, a full disk, a path that cannot be used, and a closed pipe such as ``| head``.
-    Other exceptions are raised.
+    These are a TorchtrainError, Ctrl-C, a full disk, and a path that cannot be used. If the reader of stdout has ended,
+    such as ``| head``, the command ends without a message, as by SIGPIPE. Other exceptions are raised.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as by >&-
@@ -138,6 +160,8 @@ def run_command(run: Callable[[], int]) -> int:
             if LOST_CONNECTION.search(str(error)):
                 time.sleep(SIGNAL_SECONDS)  # a signal that has ended another rank reaches this one, too
             raise
+        if isinstance(error, BrokenPipeError) and _has_no_reader(sys.stdout):
+            return 128 + signal.SIGPIPE
         no_folder = error.errno == errno.ENOENT and not error.filename  # as os.getcwd and tempfile raise it
         if (
             error.errno not in DISK_FULL_ERRNOS

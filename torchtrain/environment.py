@@ -43,7 +43,10 @@ def require_one_process(command: str) -> None:
     """Raise ConfigError if torchrun, srun or mpirun has started several processes of ``command``."""
     variable, tasks = _tasks()
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ConfigError(f"{command} runs in one process: start it without torchrun")
+        raise ConfigError(
+            f"{command} runs in one process, and WORLD_SIZE = {os.environ['WORLD_SIZE']}: start it without torchrun; "
+            "in a pod that has this variable, by env -u RANK -u WORLD_SIZE python ..."
+        )
     if tasks > 1:
         raise ConfigError(f"{command} runs in one process, and {variable} = {tasks}: start it once (srun -n 1)")
 

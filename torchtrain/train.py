@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from torchtrain import __version__
-from torchtrain.cli import command, is_first_rank, run_and_exit
+from torchtrain.cli import command, reports_errors, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.registry import TRAINERS
 from torchtrain.config.run_plan import plan_of
@@ -17,7 +17,7 @@ from torchtrain.logging import logger
 @command
 def main(argv: Sequence[str]) -> int:
     """Run the trainer; returns the exit code of the process."""
-    config = parse(argv, print_errors=is_first_rank())
+    config = parse(argv, print_errors=reports_errors())
     # The import of PyTorch takes from three seconds to half a minute, on a busy machine or a slow file system.
     logger.info("torchtrain %s, %s: importing PyTorch", __version__, config.job.config_file or "no config file")
     try:

@@ -490,7 +490,7 @@ def test_invalid_arguments_are_errors(
         assert message in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(empty) == 2
-    assert "compare runs in one process: start it without torchrun" in capsys.readouterr().err
+    assert "compare runs in one process, and WORLD_SIZE = 2: start it without torchrun" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"fingerprint_steps needs compile.enable = false"):
         config_of(compile={"enable": True}, comparison={"fingerprint_steps": (1,)})
 

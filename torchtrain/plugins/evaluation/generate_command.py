@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
 import tyro
 
-from torchtrain.cli import command, is_first_rank
+from torchtrain.cli import command, is_first_rank, reports_errors
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         args=argv,
         use_underscores=True,
-        console_outputs=is_first,
+        console_outputs=reports_errors(),
     )
     import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.

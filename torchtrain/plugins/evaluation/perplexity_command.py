@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from torchtrain.cli import command, is_first_rank
+from torchtrain.cli import command, is_first_rank, reports_errors
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, check_values, require, require_local
 from torchtrain.errors import ConfigError
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
         description=__doc__,
         args=argv,
         use_underscores=True,
-        console_outputs=is_first_rank(),
+        console_outputs=reports_errors(),
     )
     import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.
