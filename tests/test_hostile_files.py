@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from data_samples import DOCUMENTS, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, make_loader, write_jsonl, write_prepared
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchtrain.checkpoint import outputs
@@ -39,7 +39,7 @@ from torchtrain.checkpoint.format import (
 from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalCheckpoint, LocalStorage
 from torchtrain.checkpoint.outputs import OUTPUTS, merge_metrics, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
-from torchtrain.config.schema import ModelConfig, ModelOverrides
+from torchtrain.config.schema import DataConfig, ModelConfig, ModelOverrides
 from torchtrain.datasets.data_identity import from_json
 from torchtrain.datasets.file_formats import documents
 from torchtrain.datasets.tokenizers import load_tokenizer
@@ -467,6 +467,32 @@ def test_sparse_file_in_an_archive_of_metrics_is_left_out(tmp_path: Path) -> Non
 
     restore_outputs(stored_outputs(tmp_path, pack), tmp_path / "run")
     assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == {"wandb_id": b"abc"}
+
+
+@pytest.mark.parametrize("when", ["repeat", "stop"])
+@pytest.mark.parametrize("kind", ["cut", "best_fit", "prepared", "streamed"])
+def test_numbers_of_a_saved_position_that_no_run_has_are_one_error(
+    kind: str, when: Any, prepared: Path, tmp_path: Path
+) -> None:
+    """Or a position like any other, but neither a traceback, nor a large allocation, nor hours of reading."""
+    text = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
+    path = {"prepared": str(prepared), "streamed": Path(text).as_uri()}.get(kind, text)
+    packing: Any = "best_fit" if kind == "best_fit" else "cut"
+    config = DataConfig(path=path, when_exhausted=when, packing=packing, prefetch=0, streams=2)
+    loader = make_loader(config, range(2), batch=2)
+    next(loader)
+    saved, errors = loader.state_dict()["rows"], 0
+    for column in range(saved.shape[1]):
+        for number in (-1, 0, 10**15, 2**63 - 1):
+            rows = saved.clone()
+            rows[:, column] = number
+            loader = make_loader(config, range(2), batch=2)
+            try:
+                loader.load_state_dict({"rows": rows})
+                next(loader, None)
+            except (DataError, DamagedError):
+                errors += 1
+    assert errors > 3  # of the counts alone there are as many
 
 
 def test_nested_arrays_of_text_files_are_data_errors() -> None:

@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from torchtrain.datasets.data_source import DataSource, Piece, SavedPosition, Stream
 from torchtrain.datasets.order import Mixture, number_of_readers
-from torchtrain.errors import DataError
+from torchtrain.errors import DamagedError, DataError
 from torchtrain.labels import IGNORE_INDEX
 
 # Seconds between all-reduces while the batch of any rank is not ready.
 ROUND_SECONDS = 1.0
+MAX_COUNT = 2**53  # of steps or windows in a saved position
 
 
 @dataclass(frozen=True)
@@ -198,6 +199,7 @@ class DataLoader(Iterator[Batch]):
                 "resume with the same training.global_batch_size and the same [data] section"
             )
         self.close()
+        _require_counts(rows, len(self.streams))
         self._step, first = int(rows[0, 0]), 1 + len(self.streams)
         self._windows_drawn = rows[0, 1:first].copy()
         for streams in self.streams:
@@ -231,6 +233,7 @@ class DataLoader(Iterator[Batch]):
                 position. Other sources begin.
         """
         self.close()
+        _require_counts(rows, len(saved.state_sizes))
         self._step, first = int(rows[0, 0]), 1 + len(saved.state_sizes)
         positions = []
         readers = number_of_readers(self.max_readers, saved.global_batch_size)
@@ -355,6 +358,13 @@ class DataLoader(Iterator[Batch]):
         elsewhere = DataError(f"rank {rank} cannot continue: {message}")
         elsewhere.exit_code = exit_code
         raise elsewhere
+
+
+def _require_counts(rows: npt.NDArray[np.int64], sources: int) -> None:
+    """Raise DamagedError unless ``rows``, the state of a loader, begin with a step and the windows drawn."""
+    counts = rows[:, : 1 + sources]
+    if counts.min() < 0 or counts.max() > MAX_COUNT or (counts != counts[0]).any():
+        raise DamagedError("the saved position in the data is damaged: its rows are not of one step")
 
 
 class _Background:

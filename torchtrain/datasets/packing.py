@@ -41,6 +41,7 @@ SAMPLED_DOCUMENTS = 16
 SAMPLED_CHARACTERS = 2000
 # data.packing = "best_fit" packs a group of documents at a time: those that fill so many windows.
 GROUP_WINDOWS = 32
+SKIPPED_TOKENS = 1 << 20  # that are read at once on the way to a position
 
 
 def text_bytes(text: str) -> int:
@@ -198,7 +199,7 @@ def _shares_of(state: State) -> list[Share]:
     """The shares of a state, without the padding."""
     size = len(Share._fields)
     shares = [Share(*state[start : start + size]) for start in range(0, len(state), size)]
-    return [share for share in shares if share.step]
+    return [share for share in shares if share.step > 0]
 
 
 def _require_same_kind(same: bool, name: str) -> None:
@@ -265,7 +266,9 @@ class PackedTextStream(Stream):
     def state(self, state: State) -> None:
         self._state_size = len(state)
         self._require_size(len(state))
-        first, *later = _shares_of(state)
+        shares = _shares_of(state)
+        _require_same_kind(bool(shares) and min(min(share) for share in shares) >= 0, self._source.name)
+        first, *later = shares
         self._number, self._document, self._token, self._step, self._end = first
         self._later = tuple(later)
         number, _, _, step, end = (first, *later)[-1]
@@ -458,7 +461,7 @@ class BestFitStream(Stream):
 
     @state.setter
     def state(self, state: State) -> None:
-        if len(state) % (2 * len(Share._fields)) != self._counts:
+        if len(state) % (2 * len(Share._fields)) != self._counts or state[-1] < 0:
             raise DataError(
                 f"the saved position in {self._source.name} is of another data.packing or data.when_exhausted"
             )
@@ -517,6 +520,7 @@ class BestFitStream(Stream):
         if self._drawn == len(self._windows):
             self._begin, self._drawn = self._end, 0
             self._read_group()
+        _require_same_kind(self._drawn < len(self._windows), self._source.name)
         self._drawn += 1
         return self._windows[self._drawn - 1]
 
@@ -568,6 +572,7 @@ class DealtBestFitStream(BestFitStream):
         while self._windows and drawn >= self._drawn + len(self._windows):
             self._begin, self._drawn = self._end, self._drawn + len(self._windows)
             self._read_group()
+        _require_same_kind(drawn >= self._drawn or not self._windows, self._source.name)
         return self._windows[drawn - self._drawn] if self._windows else []
 
 
@@ -584,9 +589,16 @@ class _Sequence:
         """Go to where ``tokens`` tokens are before: from here or, if that is not on the way, from ``state``."""
         if not tokens_before <= self.tokens <= tokens:
             self.documents.state, self.tokens = state, tokens_before
-        skipped = np.empty(tokens - self.tokens + 1, dtype=np.int64)
-        # The bytes of a document are counted when it is read.
-        self.documents.fill([skipped], [0], [np.empty(len(skipped))] if count_bytes else None)
+        left = tokens - self.tokens
+        _require_same_kind(0 <= left < _ENDLESS // 2, self.name)
+        has_more = True
+        while has_more:  # the state may be damaged, and name any number of tokens
+            count = min(left, SKIPPED_TOKENS)
+            skipped = np.empty(count + 1, dtype=np.int64)
+            # The bytes of a document are counted when it is read.
+            (filled,) = self.documents.fill([skipped], [0], [np.empty(len(skipped))] if count_bytes else None)
+            left -= count
+            has_more = left > 0 and filled == len(skipped)
         self.tokens = tokens
 
 

@@ -352,7 +352,7 @@ class TokenWindowStream(Stream):
 
     @state.setter
     def state(self, state: State) -> None:
-        if len(state) != 1:
+        if len(state) != 1 or state[0] < 1 or state[0] != power_of_two(state[0]):
             raise DataError(
                 f"the saved position in {self._source.name} is of other data, or of another version of torchtrain"
             )
