@@ -101,12 +101,12 @@ def test_invalid_options_are_one_line_errors(
 
 def diverge() -> None:
     """Let the model have a loss whose exponential is too large for a float."""
-    perplexity_command.loss_sum = lambda *_: 1e9
+    perplexity_command.loss_sum = lambda _trained, windows, *_: 1e9 * len(list(windows))
 
 
 def test_perplexity_of_a_model_that_has_diverged_is_infinite(trained_run: Path, files: Path) -> None:
     values = found(trained_run, files / "first.txt", hook=diverge)
-    assert values["loss"] == 1e9 / values["tokens"]
+    assert values["loss"] > 1e6
     assert values["perplexity"] is None
     text = checked_command("torchtrain.perplexity", str(trained_run), str(files / "first.txt"), hook=diverge).stdout
     assert "  perplexity inf  " in text
