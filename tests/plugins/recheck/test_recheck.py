@@ -1,7 +1,8 @@
 """The plugin recheck names a rank that computes wrong, changes nothing, and is seen by no other hook."""
 
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,7 @@ from torchtrain.plugins.diagnostics.norms import NormsByLayer
 from torchtrain.plugins.recheck.hashes import CHUNK, SummandObserver, TensorHash
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.recheck.recheck import Device, Recheck, check_same_kind, members_of_batch_ranks
-from torchtrain.plugins.recheck.vote import Verdict, contradictions, majority, vote
+from torchtrain.plugins.recheck.vote import VOTES, Verdict, contradictions, majority, vote
 from torchtrain.trainer import TrainStep
 
 SHAPE = replace(TINY, n_layers=2)
@@ -152,7 +153,8 @@ REPLICAS = {"parallelism": {"data_parallel_replicate_degree": 3}}
 PLANTED = [
     # ranks, rows, config, kind, repeats, named ranks, suspected ranks
     pytest.param(3, 12, EXACT, "forward", False, [1], [], id="forward"),
-    pytest.param(3, 12, EXACT, "backward", True, [1], [], id="backward, repeats", marks=SLOW),
+    pytest.param(3, 12, EXACT, "backward", True, [], [0, 1, 2], id="three ranks, repeats", marks=SLOW),
+    pytest.param(4, 16, EXACT, "backward", True, [1], [], id="four ranks, repeats"),
     pytest.param(2, 8, {}, "backward", False, [1], [], id="two ranks, fast sums"),
     pytest.param(2, 8, EXACT, "backward", True, [], BOTH, id="two ranks, repeats"),
     pytest.param(4, 16, HSDP, "received weights", False, [1], [], id="HSDP, received weights", marks=SLOW),
@@ -202,6 +204,9 @@ def stopped_run(config: JobConfig, count: int) -> tuple[str, bool]:
 def test_stop_raises_the_same_error_on_all_ranks_before_the_update(gloo: GlooPool) -> None:
     (first, unchanged), *others = gloo.run(3, stopped_run, config_of(**EXACT), 12)
     assert first.startswith("step 1: rank 1 on ")
+    assert re.search(
+        r"computes wrong, or rank 0 on \S+ \(cpu\), rank 2 on \S+ \(cpu\) have the same fault; found", first
+    )
     assert unchanged
     assert others == [(first, True)] * 2
 
@@ -253,8 +258,8 @@ def count_forwards() -> None:
     STEP_HOOKS.add("a hook that is made before that of recheck", OneForward)
 
 
-RANKS = 3
-PLAIN = ("--training.global_batch_size", "3", "--diagnostics.norms_freq", "1", "--diagnostics.enable_loss_by_source")
+RANKS = 4
+PLAIN = ("--training.global_batch_size", "4", "--diagnostics.norms_freq", "1", "--diagnostics.enable_loss_by_source")
 OPTIONS = (*PLAIN, "--recheck.interval", "1")
 
 
@@ -403,29 +408,61 @@ def test_hash_depends_on_the_order_of_chunks() -> None:
     assert int(hash_of(torch.cat((first, second)))) != int(hash_of(torch.cat((second, first))))
 
 
-@pytest.mark.parametrize("ranks", range(3, 7))
+def computed(
+    ranks: int, votes: int, faults: dict[int, str], distances: Sequence[int] = range(VOTES)
+) -> list[list[str]]:
+    """What the ranks compute of the microbatches; those of ``faults`` compute wrong at ``distances``."""
+    return [
+        [
+            f"microbatch {(rank - distance) % ranks}{faults.get(rank, '') if distance in distances else ''}"
+            for rank in range(ranks)
+        ]
+        for distance in range(votes)
+    ]
+
+
+@pytest.mark.parametrize("ranks", range(4, 8))
 def test_vote_names_the_only_wrong_rank_whatever_it_computes(ranks: int) -> None:
+    votes = min(ranks, VOTES)
     for bad in range(ranks):
-        for case in range(8):
-            # Bit i of the case: whether the i-th computation of the bad rank is wrong; wrong values differ or not.
-            for values in ("xyz", "xxx"):
-                own = [f"microbatch {rank}" for rank in range(ranks)]
-                repeated = [f"microbatch {(rank - 1) % ranks}" for rank in range(ranks)]
-                third = [f"microbatch {(rank - 2) % ranks}" for rank in range(ranks)]
-                for i, of in enumerate((own, repeated, third)):
-                    if case >> i & 1:
-                        of[bad] = values[i]
-                wrong = {bad} if case & 3 else set()
-                assert vote(own, repeated, third) == Verdict(wrong), (bad, case, values)
+        for case in range(1 << votes):
+            wrong_at = [distance for distance in range(votes) if case >> distance & 1]
+            wrong = {bad} if case & 3 else set()
+            assert vote(computed(ranks, votes, {bad: "x"}, wrong_at)) == Verdict(wrong), (bad, case)
+
+
+@pytest.mark.parametrize("ranks", range(3, 9))
+@pytest.mark.parametrize("apart", [1, 2])
+def test_two_ranks_with_the_same_fault_do_not_get_another_one_named(ranks: int, apart: int) -> None:
+    votes = min(ranks, VOTES)
+    for first in range(ranks):
+        bad = {first: "x", (first + apart) % ranks: "x"}
+        verdict = vote(computed(ranks, votes, bad))
+        if ranks < VOTES:
+            assert verdict.wrong == set()
+            assert verdict.suspects >= bad.keys()
+        else:
+            assert verdict == Verdict({*bad})
+        if ranks == 3:
+            assert verdict == Verdict(set(), {0, 1, 2}, {0, 1, 2} - bad.keys())
+
+
+def test_three_ranks_name_only_the_one_that_contradicts_itself() -> None:
+    for bad in range(3):
+        for distances in ([0], [1], [0, 1, 2]):
+            hashes = computed(3, 3, {bad: "x"}, distances)
+            assert vote(hashes) == Verdict(set(), {0, 1, 2}, {bad})
+            assert contradictions(hashes, computed(3, 3, {})) == Verdict({bad})
+            assert contradictions(hashes, hashes) == Verdict(set(), {0, 1, 2}, {bad})
 
 
 def test_two_ranks_name_only_the_one_that_contradicts_itself() -> None:
-    right = (["a", "b"], ["b", "a"])  # own microbatches; that of the other rank
-    assert not contradictions(*right, again=[("a", "b"), ("b", "a")])
-    wrong_once = (["x", "b"], ["b", "a"])
-    assert contradictions(*wrong_once, again=[("a", "b"), ("b", "a")]) == Verdict({0})
-    assert contradictions(*wrong_once, again=[("x", "b"), ("b", "a")]) == Verdict(set(), {0, 1})
-    assert contradictions(["a", "b"], ["b", "x"], again=[("a", "b"), ("b", "a")]) == Verdict({1})
+    right = [["a", "b"], ["b", "a"]]  # own microbatches; that of the other rank
+    assert not contradictions(right, right)
+    wrong_once = [["x", "b"], ["b", "a"]]
+    assert contradictions(wrong_once, right) == Verdict({0})
+    assert contradictions(wrong_once, wrong_once) == Verdict(set(), {0, 1})
+    assert contradictions([["a", "b"], ["b", "x"]], right) == Verdict({1})
 
 
 def test_majority_of_replicas() -> None:

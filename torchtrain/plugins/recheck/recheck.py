@@ -2,7 +2,7 @@
 
 In a checked step, data-parallel rank r first repeats a microbatch of rank r - 1, whose tokens it gets; the weights are
 the same. What FSDP would reduce of it is hashed, and replaced by zeros. In the course of the step, rank r - 1 hashes
-the same of its own microbatch. If the two differ, rank r + 1 computes the microbatch, too, and two stand against one.
+the same of its own microbatch. If the two differ, up to three more ranks compute the microbatch, too, and vote.
 """
 
 import socket
@@ -33,7 +33,7 @@ from torchtrain.plugins.recheck.hashes import (
     read,
 )
 from torchtrain.plugins.recheck.options import RecheckConfig
-from torchtrain.plugins.recheck.vote import Verdict, contradictions, differing, majority, vote
+from torchtrain.plugins.recheck.vote import VOTES, Verdict, contradictions, differing, majority, vote
 from torchtrain.torch_internals import DefaultReduceScatter
 from torchtrain.trainer import TrainStep
 
@@ -155,7 +155,7 @@ class Recheck(StepHook):
         all_own, all_repeated, all_states = zip(*self.gather(own, repeated, state), strict=True)
         verdict, what = majority(all_states, self.replicas), "the state"
         # Ranks whose weights differ compute different gradients, but none of them computes wrong.
-        if not verdict and differing(all_own, all_repeated):
+        if not verdict and differing((all_own, all_repeated)):
             verdict, what = self.compute_again(all_own, all_repeated), "the gradient"
             verdict.doubt(self.shard_groups)
         if not verdict:
@@ -167,12 +167,18 @@ class Recheck(StepHook):
         self.announce(verdict, where)
 
     def compute_again(self, own: Sequence[Any], repeated: Sequence[Any]) -> Verdict:
-        """Compute the microbatches on a third rank; of two ranks, again on each of them."""
-        if len(self.members) > 2:
-            third = self.gather(read(self.repeat(2)))
-            return vote(own, repeated, [value for (value,) in third])
-        first, second = read(self.repeat(0)), read(self.repeat(1))
-        return contradictions(own, repeated, self.gather(first, second))
+        """Compute the microbatches on more ranks; if these are too few, again on each of them."""
+        distances = range(min(len(self.members), VOTES))
+        hashes = [own, repeated, *map(self.hashes_of_all, distances[2:])]
+        verdict = vote(hashes)
+        if verdict.suspects:
+            named, verdict = verdict.wrong, contradictions(hashes, [*map(self.hashes_of_all, distances)])
+            verdict.wrong |= named
+        return verdict
+
+    def hashes_of_all(self, distance: int) -> list[Any]:
+        """The hash on each data-parallel rank of the microbatch of the rank ``distance`` before it."""
+        return [value for (value,) in self.gather(read(self.repeat(distance)))]
 
     def repeat(self, distance: int) -> dict[str, list[Tensor]]:
         """Repeat the microbatch of the data-parallel rank ``distance`` before this one; returns its hashes."""
@@ -241,16 +247,15 @@ class Recheck(StepHook):
 
     def announce(self, verdict: Verdict, where: str) -> None:
         """Log and record a finding, or raise HardwareError on all ranks."""
-        named = sorted(verdict.wrong or verdict.suspects)
-        ranks = [rank for batch_rank in named for rank in self.members[batch_rank]]
+        ranks = self.ranks_of(verdict.wrong or verdict.suspects)
         devices = [self.devices[rank] for rank in ranks]
-        places = ", ".join(f"rank {rank} on {of.host} ({of.name})" for rank, of in zip(ranks, devices, strict=True))
-        if not verdict.wrong:
-            who = f"one of these computes wrong: {places}"
-        elif len(ranks) == 1:
-            who = f"{places} computes wrong"
+        if verdict.wrong:
+            who = self.compute_wrong(verdict.wrong)
+        elif len(verdict.odd) == 1:
+            others = self.places(verdict.suspects - verdict.odd)
+            who = f"{self.compute_wrong(verdict.odd)}, or {others} have the same fault"
         else:
-            who = f"{places} compute wrong"
+            who = f"one of these computes wrong: {self.places(verdict.suspects)}"
         before = f"step {self.last_clean}" if self.last_clean else "none since this start"
         message = f"step {self.step}: {who}; found in {where}. The last check that found nothing: {before}"
         values = {
@@ -264,6 +269,19 @@ class Recheck(StepHook):
         if self.options.on_wrong_rank == "stop":
             raise HardwareError(f"{message}. Exclude that machine or device, and start again")
         logger.warning("%s", message)
+
+    def ranks_of(self, batch_ranks: Collection[int]) -> list[int]:
+        """The ranks of data-parallel ranks, in ascending order of these."""
+        return [rank for batch_rank in sorted(batch_ranks) for rank in self.members[batch_rank]]
+
+    def places(self, batch_ranks: Collection[int]) -> str:
+        """The ranks, hosts and devices of data-parallel ranks."""
+        ranks = self.ranks_of(batch_ranks)
+        return ", ".join(f"rank {rank} on {self.devices[rank].host} ({self.devices[rank].name})" for rank in ranks)
+
+    def compute_wrong(self, batch_ranks: Collection[int]) -> str:
+        verb = "computes" if len(self.ranks_of(batch_ranks)) == 1 else "compute"
+        return f"{self.places(batch_ranks)} {verb} wrong"
 
     def results(self, results: RunResults) -> Sequence[tuple[str, str]]:  # noqa: ARG002
         found = f"different bits in steps {', '.join(map(str, self.found_in))}" if self.found_in else "no wrong rank"

@@ -5,20 +5,42 @@ value that can be compared.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+SURE = 3
+"""So many ranks that agree are right. Two may have the same fault."""
+VOTES = 5
+"""So many ranks compute a microbatch whose hashes differ: three outvote two that have the same fault."""
+
+Hashes = Sequence[Sequence[Any]]
+"""``hashes[distance][rank]`` is what ``rank`` has computed of the microbatch of the rank ``distance`` before it."""
 
 
 @dataclass
 class Verdict:
-    """``wrong``: ranks that compute wrong. ``suspects``: ranks at least one of which does, where none can be named."""
+    """Ranks that compute wrong, or may.
+
+    Attributes:
+        wrong: those that compute wrong.
+        suspects: ranks at least one of which does, where none can be named.
+        odd: those of the suspects that differ from two others, which agree.
+    """
 
     wrong: set[int] = field(default_factory=set)
     suspects: set[int] = field(default_factory=set)
+    odd: set[int] = field(default_factory=set)
 
     def __bool__(self) -> bool:
         return bool(self.wrong or self.suspects)
+
+    def suspect(self, votes: Mapping[int, Any]) -> None:
+        """Suspect all ranks of ``votes``: their hashes of one microbatch."""
+        self.suspects |= votes.keys()
+        value, count = Counter(votes.values()).most_common(1)[0]
+        if count == len(votes) - 1 > 1:
+            self.odd |= {rank for rank in votes if votes[rank] != value}
 
     def doubt(self, shard_groups: Sequence[Sequence[int]]) -> None:
         """Move the ranks of a group that are all wrong to ``suspects``.
@@ -32,50 +54,43 @@ class Verdict:
                 self.suspects |= group
 
 
-def differing(own: Sequence[Any], repeated: Sequence[Any]) -> list[int]:
-    """The ranks whose microbatch has another hash on the next rank.
-
-    Args:
-        own: of each rank, the hash of its own microbatch.
-        repeated: of each rank, the hash of the microbatch of the rank before it.
-    """
+def differing(hashes: Hashes) -> list[int]:
+    """The ranks whose microbatch has another hash on the next rank."""
+    own, repeated = hashes[:2]
     return [rank for rank, value in enumerate(own) if value != repeated[(rank + 1) % len(own)]]
 
 
-def vote(own: Sequence[Any], repeated: Sequence[Any], third: Sequence[Any]) -> Verdict:
-    """Two against one, for three ranks or more.
+def votes_on(rank: int, hashes: Hashes) -> dict[int, Any]:
+    """The hashes of the microbatch of ``rank``, by the rank that has computed it."""
+    by_distance = [(rank + distance) % len(of_all) for distance, of_all in enumerate(hashes)]
+    return {of: of_all[of] for of, of_all in zip(by_distance, hashes, strict=True)}
 
-    ``third``: of each rank, the hash of the microbatch two ranks before it. See ``differing`` for the others.
-    """
-    verdict, ranks = Verdict(), len(own)
-    for rank in differing(own, repeated):
-        following, witness = (rank + 1) % ranks, (rank + 2) % ranks
-        if third[witness] == repeated[following]:
-            verdict.wrong.add(rank)
-        elif third[witness] == own[rank]:
-            verdict.wrong.add(following)
+
+def vote(hashes: Hashes) -> Verdict:
+    """Name the ranks that differ from ``SURE`` others that agree; where there are none, suspect all that have voted."""
+    verdict = Verdict()
+    for rank in differing(hashes):
+        votes = votes_on(rank, hashes)
+        value, count = Counter(votes.values()).most_common(1)[0]
+        if count >= SURE:
+            verdict.wrong |= {of for of in votes if votes[of] != value}
         else:
-            verdict.suspects |= {rank, following, witness}
+            verdict.suspect(votes)
     return verdict
 
 
-def contradictions(own: Sequence[Any], repeated: Sequence[Any], again: Sequence[tuple[Any, Any]]) -> Verdict:
-    """Of two ranks, the one that contradicts itself.
+def contradictions(hashes: Hashes, again: Hashes) -> Verdict:
+    """Name the ranks that contradict themselves; where there are none, suspect all that have voted.
 
-    ``again``: of each rank, the hashes that it has computed again, of its own microbatch and of that of the other rank.
-    See ``differing`` for the others.
+    ``again``: what the same ranks have computed a second time.
     """
     verdict = Verdict()
-    for rank in differing(own, repeated):
-        other = 1 - rank
-        wrong = {
-            of
-            for of, before, after in ((rank, own[rank], again[rank][0]), (other, repeated[other], again[other][1]))
-            if before != after
-        }
+    for rank in differing(hashes):
+        votes, second = votes_on(rank, hashes), votes_on(rank, again)
+        wrong = {of for of in votes if votes[of] != second[of]}
         verdict.wrong |= wrong
         if not wrong:
-            verdict.suspects |= {0, 1}
+            verdict.suspect(votes)
     verdict.suspects -= verdict.wrong
     return verdict
 
