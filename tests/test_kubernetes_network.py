@@ -12,11 +12,11 @@ import pytest
 from forked_command import checked_command
 from forked_run import logged_losses
 from kubernetes_job import action_for, container_of, copy_image, manifests, pod_command
-from network_namespaces import ip, kill_all_in, network_namespaces
+from network_namespaces import bridged_namespaces, kill_all_in
 from s3_server import S3Server
 
 SUBNET = "10.78.0"
-BRIDGE, BRIDGE_ADDRESS = "torchtrain-pods", f"{SUBNET}.254"
+BRIDGE, BRIDGE_ADDRESS = "train-pods", f"{SUBNET}.254"
 NAMES = ("torchtrain-0", "torchtrain-1")  # of the pods, and of their namespaces here
 SMALL = [
     *("--training.seq_len=32", "--model.shape.dim=64", "--model.shape.n_layers=2", "--model.shape.n_heads=2"),
@@ -29,18 +29,10 @@ SMALL = [
 @pytest.fixture
 def network() -> Iterator[None]:
     """Two network namespaces on a bridge, in which the names of both pods resolve as in a headless Service."""
-    with network_namespaces(NAMES):
+    with bridged_namespaces(NAMES, BRIDGE, SUBNET):
         try:
-            ip("link", "add", BRIDGE, "type", "bridge")
-            ip("addr", "add", f"{BRIDGE_ADDRESS}/24", "dev", BRIDGE)
-            ip("link", "set", BRIDGE, "up")
             hosts = "".join(f"{SUBNET}.{node + 1} {name}.torchtrain {name}\n" for node, name in enumerate(NAMES))
-            for node, namespace in enumerate(NAMES):
-                outside = f"pod{node}"
-                ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", outside)
-                ip("link", "set", outside, "master", BRIDGE, "up")
-                ip("-n", namespace, "addr", "add", f"{SUBNET}.{node + 1}/24", "dev", "eth0")
-                ip("-n", namespace, "link", "set", "eth0", "up")
+            for namespace in NAMES:
                 # ip netns exec mounts this file at /etc/hosts.
                 file = Path("/etc/netns", namespace, "hosts")
                 file.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +41,6 @@ def network() -> Iterator[None]:
         finally:
             for namespace in NAMES:
                 shutil.rmtree(Path("/etc/netns", namespace), ignore_errors=True)
-            subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
 
 class Pods:

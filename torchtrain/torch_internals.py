@@ -35,6 +35,7 @@ NAMES = {
         "torch.distributed.tensor._utils",
         "the part of a tensor that a rank holds",
     ),
+    "_streaming_load": ("torch.distributed._serialization", "read tensors from a connection"),
     # The planner.
     "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
     "tree_leaves": ("torch.utils._pytree", "tensors in the arguments of an operation"),
@@ -64,6 +65,8 @@ NAMES = {
 
 # Members that are used, replaced or set, and their purposes.
 MEMBERS = {
+    "torch.distributed.ProcessGroupGloo._Options._devices": "a gloo group that listens at a given address",
+    "torch.distributed.ProcessGroupGloo._Options._timeout": "the same",
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several dimensions",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",

@@ -56,15 +56,15 @@ LAYOUTS = {
 }
 
 
-def serve_lighthouse(port: int) -> None:
-    """Be a lighthouse at ``port``, which may still be in use by connections of the one before."""
+def serve_lighthouse(port: int, host: str = "127.0.0.1") -> None:
+    """Be a lighthouse at ``port`` of ``host``, which may still be in use by connections of the one before."""
     os.environ["RUST_LOG"] = "warn"
     from torchft.coordination import LighthouseServer
 
     while True:
         try:
             server = LighthouseServer(
-                bind=f"127.0.0.1:{port}",
+                bind=f"{host}:{port}",
                 min_replicas=1,
                 join_timeout_ms=60_000,
                 quorum_tick_ms=20,

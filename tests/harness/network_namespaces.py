@@ -1,8 +1,10 @@
 """Network namespaces, each of which stands for a machine of its own."""
 
+import ctypes
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -32,6 +34,40 @@ def network_namespaces(names: Sequence[str]) -> Iterator[None]:
         for name in created:
             kill_all_in(name)
             ip("netns", "del", name)
+
+
+@contextmanager
+def bridged_namespaces(names: Sequence[str], bridge: str, subnet: str) -> Iterator[None]:
+    """``network_namespaces`` on a bridge with the address ``subnet``.254; theirs are ``subnet``.1, .2, ...
+
+    Args:
+        bridge: name of the device, of at most 13 characters.
+        subnet: three numbers, such as "10.78.0".
+    """
+    with network_namespaces(names):
+        try:
+            ip("link", "add", bridge, "type", "bridge")
+            ip("addr", "add", f"{subnet}.254/24", "dev", bridge)
+            ip("link", "set", bridge, "up")
+            for node, namespace in enumerate(names):
+                outside = f"{bridge}-{node}"
+                ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", outside)
+                ip("link", "set", outside, "master", bridge, "up")
+                ip("-n", namespace, "addr", "add", f"{subnet}.{node + 1}/24", "dev", "eth0")
+                ip("-n", namespace, "link", "set", "eth0", "up")
+            yield
+        finally:
+            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+
+
+def enter_namespace(name: str, hostname: str) -> None:
+    """Move this thread, and those that it starts, to a network namespace, with a host name of their own."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as file:
+        for code in (libc.setns(file.fileno(), 0x40000000), libc.unshare(0x04000000)):  # CLONE_NEWNET, CLONE_NEWUTS
+            if code != 0:
+                raise OSError(ctypes.get_errno(), f"namespace {name}")
+    socket.sethostname(hostname)
 
 
 def kill_all_in(namespace: str) -> None:

@@ -32,8 +32,8 @@ def started(tmp_path: Path) -> Iterator[Any]:
     """Returns replicas that are killed at the end of the test."""
     all_started = []
 
-    def start(*options: str, ranks: int = 1, members: int = 3) -> Replicas:
-        replicas = Replicas(tmp_path / f"run{len(all_started)}", *options, ranks=ranks, members=members)
+    def start(*options: str, **arguments: Any) -> Replicas:
+        replicas = Replicas(tmp_path / f"run{len(all_started)}", *options, **arguments)
         all_started.append(replicas)
         return replicas
 

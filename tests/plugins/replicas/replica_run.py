@@ -173,10 +173,13 @@ def _call(hooks: Sequence[Callable[[], object]]) -> None:
 
 
 class Replicas:
-    """A lighthouse, and replicas that train with ``folder`` as the dump folder; logs are in ``folder/logs``."""
+    """A lighthouse, and replicas that train with ``folder`` as the dump folder; logs are in ``folder/logs``.
 
-    def __init__(self, folder: Path, *options: str, ranks: int = 1, members: int = 3) -> None:
-        self.folder, self.options, self.ranks, self.members = folder, options, ranks, members
+    ``host``: the address of the lighthouse.
+    """
+
+    def __init__(self, folder: Path, *options: str, ranks: int = 1, members: int = 3, host: str = "127.0.0.1") -> None:
+        self.folder, self.options, self.ranks, self.members, self.host = folder, options, ranks, members, host
         (folder / "logs").mkdir(parents=True)
         (folder / "own.toml").write_text(CONFIG)
         self.port = free_port()
@@ -186,12 +189,12 @@ class Replicas:
         self.deaths = 0
 
     def _start_lighthouse(self) -> Any:
-        lighthouse = context().Process(target=serve_lighthouse, args=(self.port,), daemon=True)
+        lighthouse = context().Process(target=serve_lighthouse, args=(self.port, self.host), daemon=True)
         lighthouse.start()
 
         def is_listening() -> bool:
             with socket.socket() as client:
-                return client.connect_ex(("127.0.0.1", self.port)) == 0
+                return client.connect_ex((self.host, self.port)) == 0
 
         self.wait_until(is_listening)
         return lighthouse
@@ -206,7 +209,7 @@ class Replicas:
         """Start the processes of a replica, in place of dead ones."""
         port = free_port()
         self.starts += 1
-        address = f"http://127.0.0.1:{self.port}"
+        address = f"http://{self.host}:{self.port}"
         argv = ["--job.config_file", str(self.folder / "own.toml"), "--job.dump_folder", str(self.folder)]
         argv += ["--replicas.lighthouse", address, "--replicas.id", replica, "--replicas.host", "127.0.0.1"]
         argv += [*self.options, *options]

@@ -101,6 +101,19 @@ def test_the_id_is_that_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> Non
     assert ReplicasConfig(id="a").own_id == "a"
 
 
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ("192.0.2.1", "replicas.host = '192.0.2.1' is not an address of the machine"),
+        ("no.such.invalid", "replicas.host = 'no.such.invalid' is not known on the machine"),
+    ],
+)
+def test_the_host_is_this_machine(host: str, message: str) -> None:
+    checks.check_host("127.0.0.1")
+    with pytest.raises(ConfigError, match=message):
+        checks.check_host(host)
+
+
 class Failing(Replicas):
     """Another replica adds ``other`` to each sum."""
 

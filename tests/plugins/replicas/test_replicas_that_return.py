@@ -111,15 +111,15 @@ class FailsToReceive(Kill):
         super().install()
         if os.environ["RANK"] != "1":
             return
-        from torchft.checkpointing import HTTPTransport
+        from torchtrain.plugins.replicas.transport import StateTransport
 
-        receive = HTTPTransport.recv_checkpoint
+        receive = StateTransport.recv_checkpoint
 
         def failing(*_: Any, **__: Any) -> None:
-            HTTPTransport.recv_checkpoint = receive
+            StateTransport.recv_checkpoint = receive  # type: ignore[method-assign]
             raise RuntimeError("planted")
 
-        HTTPTransport.recv_checkpoint = failing
+        StateTransport.recv_checkpoint = failing  # type: ignore[method-assign]
 
 
 def test_one_rank_does_not_learn_that_the_part_has_ended(references: Any, started: Any, tmp_path: Path) -> None:

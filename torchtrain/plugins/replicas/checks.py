@@ -1,5 +1,7 @@
 """Check the options of a run of replicas before any work starts."""
 
+import socket
+from contextlib import suppress
 from importlib.util import find_spec
 
 from torchtrain.config.schema import JobConfig, option_of_plugin
@@ -20,6 +22,8 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
         )
     if not all(character.isalnum() or character in "-_." for character in replicas.own_id) or replicas.own_id[0] == ".":
         raise ConfigError(f"replicas.id = {replicas.own_id!r} names a folder: take letters, digits, '-' and '_'")
+    if replicas.host:
+        check_host(replicas.host)
     if config.training.sums != "exact" and not replicas.allow_fast_sums:
         raise ConfigError(
             f"training.sums = {config.training.sums!r} rounds sums in an order that depends on the living replicas: "
@@ -53,3 +57,22 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
             f"replicas.quorum_timeout_seconds = {quorum} must be above replicas.collective_timeout_seconds = "
             f"{collective}: the others may have to notice first that a replica hangs"
         )
+
+
+def check_host(host: str) -> None:
+    """Raise ConfigError unless ``host`` is this machine: its state and its sums are served at that address."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(
+            f"replicas.host = {host!r} is not known on the machine {socket.gethostname()} ({error.strerror}): give the "
+            "address by which other machines reach it"
+        ) from error
+    for family, _, _, _, address in addresses:
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as own:
+            own.bind(address)
+            return
+    raise ConfigError(
+        f"replicas.host = {host!r} is not an address of the machine {socket.gethostname()}: give each machine of a "
+        "replica its own one, by which other machines reach it"
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented
 
 from torchtrain.config.run_plan import OtherPartError
-from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
@@ -29,6 +29,7 @@ NAME_BYTES = 16
 WAIT_SECONDS = 1.0  # between two looks for more replicas
 STEPS = 1 << 32  # more than a run has
 ROLLBACKS = 1 << 16
+JOIN_ATTEMPTS = 3  # to take the state of a running replica, each of which makes the others wait
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,21 @@ class PinnedCopies:
         self._copied_back[key] = torch.cuda.current_stream().record_event()
 
 
+class RecordedQuorum:
+    """A torchft ``ManagerClient`` that keeps the last quorum, of which the manager drops the ids."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.last: Any = None
+
+    def _quorum(self, *arguments: Any, **options: Any) -> Any:
+        self.last = self._client._quorum(*arguments, **options)
+        return self.last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+
 class ReplicaGroup(Replicas):
     """This replica among the living ones. Every rank has one, which connects it with the ranks of the same number.
 
@@ -135,6 +151,9 @@ class ReplicaGroup(Replicas):
         self.is_rolling_back = False
         """Whether a state that is taken is that of a rollback: then this replica has not joined by it."""
         self.discarded = 0
+        self._failed_joins = 0  # in a row
+        self._why_not_joined = ""
+        self._met: set[str] = set()  # the ids of those who have last met, of the starts of replicas
         self._has_loaded = False  # by the last quorum
         self._manager: Any = None
         self._pg: Any = None
@@ -162,11 +181,12 @@ class ReplicaGroup(Replicas):
             options: see ``Member``.
             group: a gloo group of all ranks of this replica.
         """
-        # torchft logs each step, and warns of what is missing on CPUs and of a buffer that is only read.
+        # torchft logs each step, and tracebacks of errors that are reported here; it warns of what is missing on CPUs
+        # and of a buffer that is only read.
         os.environ.setdefault("RUST_LOG", "warn")
-        logging.getLogger("torchft").setLevel(logging.ERROR)
+        logging.getLogger("torchft").setLevel(logging.CRITICAL)
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        from torchft import ProcessGroupGloo
+        from torchtrain.plugins.replicas.transport import SumGroup
 
         def loaded(values: Mapping[str, Tensor]) -> None:
             if self.progress[0] == self._part:
@@ -186,18 +206,22 @@ class ReplicaGroup(Replicas):
 
         port = broadcast_from_rank0(start_store, group)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
-        self._pg = ProcessGroupGloo(timeout=timeout)
+        self._pg = SumGroup(config.host, timeout)
         try:
             self._manager = self._build_manager(loaded, state, host, port)
         except Exception as error:  # torchft has no error of its own
             why = str(error).splitlines()[0]
             raise StorageError(f"replicas.lighthouse = {config.lighthouse!r} does not answer: {why}") from error
+        self._client = self._manager._client = RecordedQuorum(self._manager._client)
+        self._met = set()
         self.progress = part, 0, 0
 
     def _build_manager(
         self, loaded: Callable[..., None], state: Callable[[], Mapping[str, Tensor]], host: str, port: int
     ) -> Any:
         from torchft import Manager
+
+        from torchtrain.plugins.replicas.transport import StateTransport, in_url
 
         config, timeout = self.config, timedelta(seconds=self.config.collective_timeout_seconds)
         return Manager(
@@ -215,7 +239,8 @@ class ReplicaGroup(Replicas):
             store_port=port,
             lighthouse_addr=config.lighthouse,
             replica_id=config.own_id,
-            hostname=host,
+            hostname=in_url(host),
+            checkpoint_transport=StateTransport(config.host or socket.gethostname(), timeout),
             init_sync=False,  # all begin with the same weights, by the seed
             quorum_retries=config.lighthouse_retries,
         )
@@ -299,6 +324,7 @@ class ReplicaGroup(Replicas):
         before = self.progress
         while True:
             self._has_loaded = False
+            self._why_not_joined = ""
             self._start_quorum()
             if not self.failed:
                 self._meet()
@@ -324,15 +350,19 @@ class ReplicaGroup(Replicas):
                 is_torn = False
             if not failed:
                 self.since, self.heard_at = self._own_since, time.monotonic()
+                self._failed_joins, self._met = 0, {*self._client.last.replica_ids}
                 self._adopt()
                 return
             self.fail("the members could not be connected; they are asked for again")
             self._manager.should_commit()
-            self._count_discarded()
+            self._count_failed_meeting()
 
     def _start_quorum(self) -> None:
         try:
             self._manager.start_quorum()
+            if self.failed:
+                self._why_not_joined = self._reason()
+                logger.warning("replicas: %s", self._why_not_joined)
         except TorchtrainError:  # by ``load``
             raise
         except Exception as error:  # torchft has no error of its own
@@ -340,6 +370,43 @@ class ReplicaGroup(Replicas):
                 f"no quorum of replicas in {self.config.quorum_timeout_seconds} s (replicas.quorum_timeout_seconds) "
                 f"from the lighthouse {self.config.lighthouse}: {str(error).splitlines()[0]}"
             ) from error
+
+    def _reason(self) -> str:
+        """Why this rank is not connected with the others, or has not taken or sent a state."""
+        error, quorum = self._manager.errored().original_exception, self._client.last
+        if isinstance(error, StorageError):  # by ``transport``
+            return str(error)
+        why = (str(error) or repr(error)).splitlines()[0]
+        if quorum.heal:
+            return f"the replica at {quorum.recover_src_manager_address} does not answer: {why}"
+        return f"the state for a replica that joins cannot be sent: {why}"
+
+    def _count_failed_meeting(self) -> None:
+        """Count an attempt to meet, unless it failed because of replicas that join. Collective in the replica.
+
+        Raises:
+            StorageError: it was one too many, or this replica cannot join those that run.
+        """
+        quorum = self._client.last
+        if quorum.heal:
+            reasons = gather_from_all_ranks(lambda: self._why_not_joined, self._group)
+            if any(reasons):
+                self._count_failed_join(reasons)
+                return
+        has_new = not self._met.issuperset(quorum.replica_ids)
+        if not (self._met and has_new):
+            self._count_discarded()
+
+    def _count_failed_join(self, reasons: Sequence[str]) -> None:
+        self._failed_joins += 1
+        if self._failed_joins < JOIN_ATTEMPTS:
+            return
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        raise StorageError(
+            f"rank {rank} of this replica has not reached the others in {JOIN_ATTEMPTS} attempts, and they continue "
+            f"without it: {reason}. On each machine set replicas.host to an address at which the others reach it, and "
+            "allow TCP on all ports"
+        )
 
     def _meet(self) -> None:
         """Exchange what a ``Member`` is."""

@@ -22,7 +22,8 @@ class ReplicasConfig(Section, name="replicas"):
     min: Count = 1
     """Number of replicas without which no step is taken: with fewer, the others wait."""
     host: str = ""
-    """Name or address by which other replicas reach this one. Empty: the name of the machine."""
+    """Name or address of this machine by which other replicas reach it, for its state and its sums. Empty: the name of
+    the machine; its sums are then at the address of that name, or of the interface in GLOO_SOCKET_IFNAME."""
     collective_timeout_seconds: Count = 30
     """Time limit for each communication between replicas, in seconds: for so long, the others wait for a replica that
     hangs. Below comm.train_timeout_seconds."""

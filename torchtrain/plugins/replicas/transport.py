@@ -1,0 +1,78 @@
+"""State over HTTP and sums over gloo, under the address that ``replicas.host`` gives."""
+
+import urllib.request
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import ProcessGroupGloo as Gloo
+from torchft import ProcessGroupGloo
+from torchft.checkpointing import HTTPTransport
+
+from torchtrain.errors import StorageError
+from torchtrain.torch_internals import _streaming_load
+
+# Of torchft's servers, clients and groups, only urllib obeys http_proxy: gRPC is that of tonic, which knows no proxies.
+WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def in_url(host: str) -> str:
+    """``host`` as it is written in a URL: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
+class StateTransport(HTTPTransport):  # type: ignore[misc]  # torchft has no types
+    """Serves the state of this rank at ``host``, and reads that of another one, without a proxy."""
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        self._host = host  # the constructor logs the address
+        super().__init__(timeout, num_chunks=0)
+        self._server.RequestHandlerClass.log_message = lambda *_: None  # a line for each request
+
+    def address(self) -> str:
+        """The URL of the state, without the step."""
+        return f"http://{in_url(self._host)}:{self._server.server_port}/checkpoint/"
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:  # noqa: ARG002
+        """Read the state at the address ``metadata``.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        url = f"{metadata}{step}/full"
+        try:
+            with WITHOUT_PROXY.open(url, timeout=timeout.total_seconds()) as response:
+                return _streaming_load(response, weights_only=False)
+        except Exception as error:
+            raise StorageError(f"the state at {url} cannot be read: {getattr(error, 'reason', error)}") from error
+
+
+class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
+    """A replaceable gloo group for tensors on the CPU, which listens at ``host``.
+
+    Args:
+        host: empty: the default of PyTorch, which is the address of the machine's name, or of GLOO_SOCKET_IFNAME.
+    """
+
+    def __init__(self, host: str, timeout: timedelta) -> None:
+        super().__init__(timeout=timeout)
+        self._host = host
+
+    def configure(self, store_addr: str, *arguments: Any, **options: Any) -> None:
+        """Replace the group by one of the members that meet at ``store_addr``.
+
+        Raises:
+            StorageError: they cannot be connected.
+        """
+        try:
+            super().configure(store_addr, *arguments, **options)
+        except Exception as error:
+            why = (str(error) or repr(error)).splitlines()[0]
+            at = store_addr.split("/")[0]
+            raise StorageError(f"no connection with all members, which meet at {at}: {why}") from error
+
+    def _create_pg(self, store: Any, rank: int, world_size: int) -> Gloo:
+        if not self._host:
+            return Gloo(store, rank, world_size, self._timeout)
+        options = Gloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._timeout = [Gloo.create_device(hostname=self._host)], self._timeout
+        return Gloo(store, rank, world_size, options)
