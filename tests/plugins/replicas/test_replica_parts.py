@@ -1,6 +1,7 @@
 """The parts of a replica that need no other replica: rows, options, the run's files."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_command import run_command
 from forked_run import nothing
 from forkserver import free_port
@@ -24,6 +26,7 @@ from torchtrain.metrics.writers import Writers
 from torchtrain.plugins.replicas import checks
 from torchtrain.plugins.replicas.files import RunFiles
 from torchtrain.plugins.replicas.group import Member
+from torchtrain.plugins.replicas.heartbeat import Heartbeat
 from torchtrain.plugins.replicas.options import ReplicasConfig
 from torchtrain.plugins.replicas.place import PlaceState
 from torchtrain.plugins.replicas.rows import rows_of
@@ -112,6 +115,73 @@ def test_the_host_is_this_machine(host: str, message: str) -> None:
     checks.check_host("127.0.0.1")
     with pytest.raises(ConfigError, match=message):
         checks.check_host(host)
+
+
+class Lighthouse:
+    """Counts heartbeats."""
+
+    beats = 0
+
+    def heartbeat(self, replica: str) -> None:
+        assert replica == "a"
+        self.beats += 1
+
+    def hears_within(self, seconds: float) -> bool:
+        """Wait for the next heartbeat; returns whether it comes in time."""
+        before, deadline = self.beats, time.monotonic() + seconds
+        while self.beats == before and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.beats > before
+
+
+@pytest.mark.parametrize(
+    ("timed_out", "notices", "limit", "stops"),
+    [
+        (True, False, 60, True),  # one that hangs, for which the others have waited for so long
+        (True, True, 60, False),  # it has heard of it, and will ask for another quorum
+        (True, True, 0, True),  # but does not in that time
+        (False, False, 60, False),  # a replica has died: one that computes has not heard of it
+        (False, False, 0, True),
+    ],
+)
+def test_the_heartbeat_stops_when_the_others_have_waited(
+    timed_out: bool, notices: bool, limit: int, stops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("INTERVAL_SECONDS", "POLL_SECONDS"):
+        monkeypatch.setattr(f"torchtrain.plugins.replicas.heartbeat.{name}", 0.001)
+    lighthouse, store = Lighthouse(), dist.HashStore()
+    own, other = (Heartbeat(client, "a", limit) for client in (lighthouse, Lighthouse()))
+    try:
+        for heartbeat in (own, other):
+            heartbeat.begin_step(store)
+        if notices:
+            own.notice_failure()
+        other.discard_step(timed_out)
+        deadline = time.monotonic() + 30
+        if stops:
+            while lighthouse.hears_within(0.5):
+                assert time.monotonic() < deadline
+        else:
+            time.sleep(0.5)
+            assert lighthouse.hears_within(30)
+        own.discard_step(False)  # and asks for another quorum
+        assert lighthouse.hears_within(30)
+    finally:
+        own.close()
+        other.close()
+
+
+def test_the_heartbeat_continues_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a validation and a save, for which the others wait until the join timeout of the lighthouse."""
+    monkeypatch.setattr("torchtrain.plugins.replicas.heartbeat.POLL_SECONDS", 0.001)
+    lighthouse, store = Lighthouse(), dist.HashStore()
+    heartbeat = Heartbeat(lighthouse, "a", 0)
+    heartbeat.begin_step(store)
+    heartbeat.end_step()
+    store.set("timed out", "")
+    time.sleep(0.5)
+    assert lighthouse.hears_within(30)
+    heartbeat.close()
 
 
 class Failing(Replicas):

@@ -53,6 +53,20 @@ class Stop(Kill):
         manager.save_tensors = slow
 
 
+@dataclass
+class Wait(Kill):
+    """Waits at the place, with the process alive, while ``file`` exists."""
+
+    file: Path = Path()
+
+    def now(self, place: str, step: int) -> None:
+        if place == self.place and step >= self.step > 0 and self.file.exists():
+            sys.stderr.write("waits\n")
+            sys.stderr.flush()
+            while self.file.exists():
+                time.sleep(0.05)
+
+
 def events(folder: Path, *names: str) -> list[tuple[int, str]]:
     return [(line["step"], line["event"]) for line in read_metrics(folder) if line.get("event") in names]
 
@@ -83,6 +97,26 @@ def test_a_leader_that_hangs_before_its_save(save_seconds: float, references: An
     assert replicas.wait() == ALL_DONE, replicas.output()
     assert differences(replicas.folder, reference) == []
     assert not list((replicas.folder / "checkpoint").glob("*superseded*"))
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_a_replica_that_hangs_with_its_process_alive(members: int, references: Any, started: Any) -> None:
+    """The others wait for ``collective_timeout_seconds`` and a heartbeat (5 s each), not for the lighthouse's 60 s."""
+    steps = ["--training.steps=60", "--lr_scheduler.total_steps=60"]
+    reference = references(*steps)
+    replicas = started(*steps, SHORT, members=members)
+    file = replicas.folder / "hang"
+    file.touch()
+    names = [str(number) for number in range(members)]
+    for name in names:
+        replicas.start(name, Wait(5, "forward", slow_seconds=0.1, file=file) if name == "0" else SLOW)
+    replicas.wait_until(lambda: "waits" in replicas.log("0").read_text())
+    began = time.monotonic()
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    assert time.monotonic() - began < 30
+    file.unlink()
+    assert replicas.wait() == {name: [0] for name in names}, replicas.output()
+    assert differences(replicas.folder, reference) == []
 
 
 @pytest.mark.parametrize(

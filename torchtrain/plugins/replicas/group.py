@@ -23,6 +23,7 @@ from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.logging import logger
+from torchtrain.plugins.replicas.heartbeat import Heartbeat
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
 NAME_BYTES = 16
@@ -30,6 +31,7 @@ WAIT_SECONDS = 1.0  # between two looks for more replicas
 STEPS = 1 << 32  # more than a run has
 ROLLBACKS = 1 << 16
 JOIN_ATTEMPTS = 3  # to take the state of a running replica, each of which makes the others wait
+NEVER = timedelta(days=365)
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,7 @@ class ReplicaGroup(Replicas):
         self._why_not_joined = ""
         self._met: set[str] = set()  # the ids of those who have last met, of the starts of replicas
         self._has_loaded = False  # by the last quorum
+        self._heartbeat: Heartbeat | None = None  # of rank 0
         self._manager: Any = None
         self._pg: Any = None
         self._pinned = PinnedCopies()
@@ -206,7 +209,7 @@ class ReplicaGroup(Replicas):
 
         port = broadcast_from_rank0(start_store, group)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
-        self._pg = SumGroup(config.host, timeout)
+        self._pg = SumGroup(config.host, timeout, self._begin_quorum)
         try:
             self._manager = self._build_manager(loaded, state, host, port)
         except Exception as error:  # torchft has no error of its own
@@ -220,11 +223,13 @@ class ReplicaGroup(Replicas):
         self, loaded: Callable[..., None], state: Callable[[], Mapping[str, Tensor]], host: str, port: int
     ) -> Any:
         from torchft import Manager
+        from torchft.coordination import LighthouseClient
+        from torchft.manager import REPLICA_ID_KEY
 
         from torchtrain.plugins.replicas.transport import StateTransport, in_url
 
         config, timeout = self.config, timedelta(seconds=self.config.collective_timeout_seconds)
-        return Manager(
+        manager = Manager(
             pg=self._pg,
             load_state_dict=loaded,
             state_dict=lambda: dict(state()),
@@ -241,9 +246,15 @@ class ReplicaGroup(Replicas):
             replica_id=config.own_id,
             hostname=in_url(host),
             checkpoint_transport=StateTransport(config.host or socket.gethostname(), timeout),
+            heartbeat_interval=NEVER,  # see ``Heartbeat``
             init_sync=False,  # all begin with the same weights, by the seed
             quorum_retries=config.lighthouse_retries,
         )
+        if dist.get_rank() == 0:
+            name = self._store.get(REPLICA_ID_KEY).decode()
+            client = LighthouseClient(config.lighthouse, timeout)
+            self._heartbeat = Heartbeat(client, name, config.collective_timeout_seconds)
+        return manager
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -323,10 +334,11 @@ class ReplicaGroup(Replicas):
         self.has_joined = is_torn = False
         before = self.progress
         while True:
-            self._has_loaded = False
+            self._has_loaded = self._pg.timed_out = False
             self._why_not_joined = ""
             self._start_quorum()
             if not self.failed:
+                self._begin_quorum(self._pg.store)
                 self._meet()
             self.has_joined = self.has_joined or self._has_loaded
             flags = torch.tensor([self.failed, not self._has_loaded], dtype=torch.int64)
@@ -355,9 +367,17 @@ class ReplicaGroup(Replicas):
                 return
             self.fail("the members could not be connected; they are asked for again")
             self._manager.should_commit()
+            self._discard()
             self._count_failed_meeting()
 
+    def _begin_quorum(self, store: Any) -> None:
+        """The others may wait for this replica from now on."""
+        if self._heartbeat is not None:
+            self._heartbeat.begin_step(store)
+
     def _start_quorum(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.end_step()
         try:
             self._manager.start_quorum()
             if self.failed:
@@ -473,10 +493,16 @@ class ReplicaGroup(Replicas):
         options.reduceOp = op
         # gloo, also for tensors on GPUs: aborting a communicator of NCCL may hang.
         on_host = self._pinned.copy(tensor) if tensor.is_cuda else tensor
+        began = time.monotonic()
         try:
             self._pg.allreduce([on_host], options).wait()
         except Exception as error:
-            self.fail(f"a replica has left: {str(error).splitlines()[0]}")
+            why = f"has left: {str(error).splitlines()[0]}"
+            if self._pg.has_passed(began):
+                self._pg.timed_out = True
+                limit = self.config.collective_timeout_seconds
+                why = f"lets the others wait for {limit} s (replicas.collective_timeout_seconds)"
+            self.fail(f"a replica {why}")
             return
         if on_host is not tensor:
             self._pinned.copy_back(tensor)
@@ -493,6 +519,8 @@ class ReplicaGroup(Replicas):
         if not self.failed:
             logger.warning("replicas: %s", why)
             self._manager.report_error(RuntimeError(why))
+        if self._heartbeat is not None:
+            self._heartbeat.notice_failure()
         # Closes this rank's connections, so that other replicas do not wait for it until the timeout.
         self._pg.abort()
 
@@ -503,9 +531,19 @@ class ReplicaGroup(Replicas):
             self.heard_at = time.monotonic()
         if self._manager.should_commit():
             self.discarded = 0
+            if self._heartbeat is not None:
+                self._heartbeat.end_step()
             return
+        self._discard()
         self._count_discarded()
         raise StepDiscarded
+
+    def _discard(self) -> None:
+        """Tell the other replicas that this one no longer waits for them. Collective in the replica."""
+        timed_out = torch.tensor(self._pg.timed_out, dtype=torch.int64)
+        all_reduce(timed_out, self._group, dist.ReduceOp.MAX)
+        if self._heartbeat is not None:
+            self._heartbeat.discard_step(bool(timed_out))
 
     def _count_discarded(self) -> None:
         self.discarded += 1
@@ -519,6 +557,8 @@ class ReplicaGroup(Replicas):
         """Leave: the others no longer wait for this replica."""
         if self._manager is None:
             return
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         self._manager.shutdown(wait=False)
         # With wait=False the server of torchft 0.2 continues, and keeps the last state that was sent.
         transport = self._manager._checkpoint_transport

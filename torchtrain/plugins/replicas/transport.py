@@ -1,6 +1,8 @@
 """State over HTTP and sums over gloo, under the address that ``replicas.host`` gives."""
 
+import time
 import urllib.request
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -51,11 +53,18 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
 
     Args:
         host: empty: the default of PyTorch, which is the address of the machine's name, or of GLOO_SOCKET_IFNAME.
+        begins: called with the store of a new group before its members connect.
+
+    Attributes:
+        store: that of the current group.
+        timed_out: whether another member has let this one wait for ``timeout`` since this was last set to False.
     """
 
-    def __init__(self, host: str, timeout: timedelta) -> None:
+    def __init__(self, host: str, timeout: timedelta, begins: Callable[[Any], None]) -> None:
         super().__init__(timeout=timeout)
-        self._host = host
+        self._host, self._begins = host, begins
+        self.store: Any = None
+        self.timed_out = False
 
     def configure(self, store_addr: str, *arguments: Any, **options: Any) -> None:
         """Replace the group by one of the members that meet at ``store_addr``.
@@ -63,14 +72,22 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
         Raises:
             StorageError: they cannot be connected.
         """
+        began = time.monotonic()
         try:
             super().configure(store_addr, *arguments, **options)
         except Exception as error:
+            self.timed_out = self.has_passed(began)
             why = (str(error) or repr(error)).splitlines()[0]
             at = store_addr.split("/")[0]
             raise StorageError(f"no connection with all members, which meet at {at}: {why}") from error
 
+    def has_passed(self, began: float) -> bool:
+        """Whether a wait that ``began`` at this ``time.monotonic()`` has failed by ``timeout``."""
+        return time.monotonic() - began > 0.9 * float(self._timeout.total_seconds())
+
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Gloo:
+        self.store = store
+        self._begins(store)
         if not self._host:
             return Gloo(store, rank, world_size, self._timeout)
         options = Gloo._Options()  # type: ignore[attr-defined]
