@@ -1,8 +1,11 @@
 """The parts of a replica that need no other replica: rows, options, the run's files."""
 
 import json
+import re
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +118,45 @@ def test_the_host_is_this_machine(host: str, message: str) -> None:
     checks.check_host("127.0.0.1")
     with pytest.raises(ConfigError, match=message):
         checks.check_host(host)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_state_and_sums_are_at_the_host_and_pass_no_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchft")
+    from torchtrain.plugins.replicas.transport import StateTransport, SumGroup, in_url
+
+    if host == "::1" and not Path("/proc/net/if_inet6").exists():
+        pytest.skip("this machine has no IPv6")
+    nothing_listens = f"{in_url(host)}:{free_port()}"
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, f"http://{nothing_listens}")
+    monkeypatch.setattr("socket.gethostname", lambda: "nowhere.invalid")
+    limit = timedelta(seconds=20)
+    transport = StateTransport(host, limit)
+    try:
+        transport.send_checkpoint([1], 7, {"weight": torch.arange(3)}, limit)
+        assert transport.recv_checkpoint(0, transport.metadata(), 7, limit)["weight"].tolist() == [0, 1, 2]
+        url = re.escape(f"http://{nothing_listens}/7/full")
+        with pytest.raises(StorageError, match=f"the state at {url} cannot be read: .*refused"):
+            transport.recv_checkpoint(0, f"http://{nothing_listens}/", 7, limit)
+    finally:
+        transport.shutdown()
+        transport._server.server_close()
+    store, begun = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False), []
+    groups = [SumGroup(host, limit, begun.append) for _ in range(2)]
+    tensors = [torch.ones(2), torch.ones(2)]
+
+    def add(number: int) -> None:
+        groups[number].configure(f"{host}:{store.port}/quorum", "a", number, 2)
+        groups[number].allreduce([tensors[number]], dist.AllreduceOptions()).wait()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(add, range(2)))
+    assert [tensor.tolist() for tensor in tensors] == [[2, 2], [2, 2]]
+    assert {*map(id, begun)} == {id(group.store) for group in groups}
+    for group in groups:
+        group.abort()
 
 
 class Lighthouse:
