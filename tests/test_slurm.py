@@ -95,7 +95,7 @@ def test_invalid_option_ends_the_job_before_the_nodes_start(
     job = submit(cluster, forked_ranks, tmp_path / "run", "--training.sed", "1")
     assert cluster.wait_for_end(job, 60) == "FAILED"
     assert cluster.field(job, "Restarts") == "0"
-    assert "Unrecognized options: --training.sed" in output_of(tmp_path / "run")
+    assert "--training.sed is not a known option; did you mean '--training.seed'?" in output_of(tmp_path / "run")
     assert "start 1" not in output_of(tmp_path / "run")
 
 

@@ -185,10 +185,7 @@ def test_invalid_arguments_are_a_short_error_with_exit_code_2(
 ) -> None:
     monkeypatch.setenv("TQDM_DISABLE", "1")
     words = [word.format(invalid_files) for word in arguments.split()]
-    try:
-        code = main([*words, "--job.dump_folder", str(invalid_files / "out")])
-    except SystemExit as exit_:  # raised by tyro
-        code = int(exit_.code or 0)
+    code = main([*words, "--job.dump_folder", str(invalid_files / "out")])
     output = capsys.readouterr().err
     assert code == 2
     assert message in output

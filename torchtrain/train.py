@@ -17,7 +17,7 @@ from torchtrain.logging import logger
 @command
 def main(argv: Sequence[str]) -> int:
     """Run the trainer; returns the exit code of the process."""
-    config = parse(argv, print_errors=reports_errors())
+    config = parse(argv, print_help=reports_errors())
     # The import of PyTorch takes from three seconds to half a minute, on a busy machine or a slow file system.
     logger.info("torchtrain %s, %s: importing PyTorch", __version__, config.job.config_file or "no config file")
     try:

@@ -1,35 +1,32 @@
 """Parse a ``JobConfig`` from a TOML file and the command line, which overrides the file.
 
-tyro parses the command line, except for ``--help`` (config/help.py). ``from_toml`` parses the file, and rejects keys
-that the dataclasses do not have.
+The values of the command line replace those of the file's table, and ``from_toml`` checks the result: unknown options
+and invalid values are rejected with the same messages in both.
 """
 
 import argparse
 import dataclasses
 import difflib
 import functools
-import io
 import os
-import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Sequence
-from contextlib import redirect_stderr, redirect_stdout, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tomli
 import tomli_w
 
-from torchtrain.config.registry import CONFIG_SECTIONS, import_modules
+from torchtrain.config.registry import CONFIG_SECTIONS, OPTION_HINTS, import_modules
 from torchtrain.config.schema import (
     SAME_NUMBER,
     JobConfig,
     JobSection,
-    default_options,
+    flat,
     key_of,
-    section_of,
     section_types,
     to_dict,
 )
@@ -39,21 +36,14 @@ from torchtrain.files import MISSING, printable, read_file
 
 Section = TypeVar("Section")
 
-FROM_TORCHTITAN: dict[str, tuple[str, str, str]] = tomli.loads(
-    (Path(__file__).parent.parent / "assets" / "from_torchtitan.toml").read_text(encoding="utf-8")
-)
-"""torchtitan's key: (torchtrain's key, torchtitan's default as TOML, a note); an empty string where there is none."""
-
 BATCH_SIZE, BATCH_SCHEDULE = "training.global_batch_size", "training.global_batch_size_schedule"
 """A text as the value of the first option is that of the second."""
-
-IMPORT = re.compile(r"--job\.import(=|$)")
 
 TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.config_file), by section and key."
 
 
 def parse(
-    argv: Sequence[str], prog: str = "torchtrain.train", description: str = TRAIN, *, print_errors: bool = True
+    argv: Sequence[str], prog: str = "torchtrain.train", description: str = TRAIN, *, print_help: bool = True
 ) -> JobConfig:
     """Parse the command line ``argv``, and the config file that it names.
 
@@ -61,20 +51,15 @@ def parse(
         argv: the command line, without the name of the program.
         prog: the name of the program for ``--help``.
         description: the description for ``--help``, its paragraphs separated by empty lines.
-        print_errors: whether to print ``--help`` and errors of the command line. All ranks parse, but only rank 0
-            prints.
+        print_help: whether to print the page of ``--help``. All ranks parse, but only rank 0 prints.
 
     Raises:
-        ConfigError: the config file, or the combination of file and command line, is invalid.
-        SystemExit: after ``--help``, or because the command line is invalid.
+        ConfigError: the config file, the command line, or their combination is invalid.
+        SystemExit: after ``--help``.
     """
     file = config_file(argv)
-    # tyro names an option after its field, whose name cannot be a keyword of Python.
-    argv = [word.replace("--job.import", "--job.import_") if IMPORT.match(word) else word for word in argv]
     argv = with_batch_schedule(argv)
     import_modules(modules_to_import(argv, file))
-    require_plugins(argv)
-    argv = replace_booleans(argv)
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
     topic = help_topic(argv)
@@ -82,64 +67,150 @@ def parse(
         from torchtrain.config.help import help_page
 
         text = help_page(topic, prog, description, defaults)
-        if print_errors:
+        if print_help:
             sys.stdout.write(f"{text}\n")
         raise SystemExit(0)
     unset_replaced(defaults, argv)
-    values = {
-        name: section_of(defaults, section) if name in CONFIG_SECTIONS else getattr(defaults, name)
-        for name, section in section_types().items()
-    }
-    command_line = command_line_type()
+    table = to_dict(defaults)
+    for name, value in read_options(argv, table).items():
+        *tables, key = name.split(".")
+        options = table
+        for part in tables:
+            options = options.setdefault(part, {})
+        options[key] = value
+        if value is None:
+            del options[key]
+    table["job"]["dump_folder"] = table["job"]["dump_folder"] or f"outputs/{Path(file).stem if file else 'default'}"
+    return from_toml(JobConfig, table)
 
-    import tyro  # imported here because it takes long, and only commands parse
 
-    # Redirected, because tyro prints some errors even with its option console_outputs=False.
-    out, err = (sys.stdout, sys.stderr) if print_errors else (io.StringIO(), io.StringIO())
-    with redirect_stdout(out), redirect_stderr(err):
-        config: Any = tyro.cli(
-            command_line,
-            prog=f"python -m {prog}",
-            description=description,
-            args=argv,
-            default=command_line(**values),
-            use_underscores=True,
-            # Our own help reads the options' docstrings; tyro would look for comments in the source at every parse.
-            config=(tyro.conf.HelptextFromCommentsOff,),
+def read_options(argv: Sequence[str], table: dict[str, Any]) -> dict[str, Any]:
+    """The options in ``argv`` by full name, with their values as in a TOML file, whose types are not checked.
+
+    Args:
+        argv: the command line.
+        table: the options of the file, or their defaults. The types of options that no dataclass has are those of their
+            values in it.
+
+    Raises:
+        ConfigError: an option is unknown, or has no value or too many. One message lists all of them, one per line.
+    """
+    known = option_types(command_line_type())
+    of_file = flat(table)
+    values, problems = {}, []
+    for word, words in options_in(argv):
+        name = word[2:].replace("-", "_")
+        table_name, _, key = name.rpartition(".")
+        negated = f"{table_name}.{key[3:]}" if key.startswith("no_") else ""
+        try:
+            if known.get(negated) is bool and not words:
+                values[negated] = False
+            elif name in known:
+                values[name] = from_words(known[name], words, name)
+            elif name in of_file:
+                like = of_file[name]
+                hint = tuple[type(like[0]), ...] if isinstance(like, list) and like else type(like)  # type: ignore[misc]
+                values[name] = from_words(hint, words, name)
+            else:
+                problems.append(unknown_option(word, name, known))
+        except ConfigError as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError("\n  ".join(["the command line:", *problems] if len(problems) > 1 else problems))
+    return values
+
+
+def options_in(argv: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """The options of ``argv``, each with its words: the one after ``=``, or those up to the next option."""
+    rest = list(argv)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        words = [value] if equals else []
+        while rest and not rest[0].startswith("--"):
+            words.append(rest.pop(0))
+        yield option, words
+
+
+def option_types(section: Any, prefix: str = "") -> dict[str, Any]:
+    """The type of each option of a dataclass, and of those nested in it, by full name."""
+    hints = _type_hints(section)
+    types_by_name: dict[str, Any] = {}
+    for field in dataclasses.fields(section):
+        name, hint = prefix + key_of(field.name), hints[field.name]
+        types_by_name |= option_types(hint, f"{name}.") if dataclasses.is_dataclass(hint) else {name: hint}
+    return types_by_name
+
+
+def from_words(hint: Any, words: Sequence[str], name: str) -> Any:
+    """The value of the option ``name`` of the type ``hint``, as in a TOML file, that ``words`` of the command line are.
+
+    A word that is no value of the type stays a text, which ``convert`` rejects. None unsets an option.
+    """
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):  # X | None, or X | tuple[X, ...]
+        first, second = typing.get_args(hint)
+        if second is types.NoneType and [*words] == ["None"]:
+            return None
+        hint = second if typing.get_origin(second) is tuple and len(words) > 1 else first
+    if typing.get_origin(hint) is tuple:
+        return [from_words(typing.get_args(hint)[0], [word], name) for word in words]
+    if hint is bool and not words:
+        return True
+    if len(words) != 1:
+        raise ConfigError(f"--{name} needs one value, and has {' '.join(map(repr, words)) or 'none'}")
+    word = words[0]
+    if hint is bool:
+        return {"true": True, "false": False}.get(word.lower(), word)
+    if typing.get_origin(hint) is Literal:
+        hint = type(typing.get_args(hint)[0])
+    try:
+        return hint(word)
+    except ValueError:
+        return word
+
+
+def unknown_option(word: str, name: str, known: Iterable[str]) -> str:
+    """The error message about an option of the command line that does not exist."""
+    if not word.startswith("--"):
+        return f"{word!r} is not an option: options are named --SECTION.OPTION"
+    if about := about_option(name):
+        return f"--{name} is not a known option: {about}"
+    section, dot, rest = name.partition(".")
+    sections = section_types()
+    if not dot:
+        last_words = {key: option for option in known for key in (option.rpartition(".")[2], option.replace(".", "_"))}
+        near = difflib.get_close_matches(name, last_words, n=1)
+        hint = f"; did you mean '--{last_words[near[0]]}'?" if near else ""
+        return f"{word} is not a known option: options are named --SECTION.OPTION{hint}"
+    if section in CONFIG_SECTIONS.of_plugins and section not in sections:
+        return f"{name} needs the plugin {CONFIG_SECTIONS.of_plugins[section]}, which is not installed"
+    if section == "stages":
+        return f"--{name}: stages are tables of a config file, [[stages]] (docs/stages.md)"
+    near = difflib.get_close_matches(section, sections, n=1)
+    if not near:
+        return (
+            f"--{name}: there is no section {section!r}, or it is of a plugin that is not installed; there are "
+            f"{', '.join(sections)}"
         )
-    # If tyro and config_file read different paths, the values of the file would be ignored silently.
-    assert os.path.expanduser(config.job.config_file) == file, f"{config.job.config_file} was not read"
-    table = to_dict(config)
-    table["stages"] = list(defaults.stages)
-    table["job"]["dump_folder"] = config.job.dump_folder or f"outputs/{Path(file).stem if file else 'default'}"
-    return from_toml(JobConfig, table)  # checks values of the command line as those of a file
+    table = next((option for option in known if name.startswith(f"{option}.")), "")
+    if table:
+        return f"--{name}: set it in the config file, in the table {table}; the command line can then change it"
+    options = [option.partition(".")[2] for option in known if option.startswith(f"{near[0]}.")]
+    closest = difflib.get_close_matches(rest, options, n=1)
+    if closest:
+        return f"--{name} is not a known option; did you mean '--{near[0]}.{closest[0]}'?"
+    return f"--{name} is not a known option; python -m torchtrain.train --help {near[0]} lists those of [{near[0]}]"
+
+
+def about_option(name: str) -> str:
+    """What is known of the option ``name``, which does not exist here; empty if nothing is."""
+    texts = (OPTION_HINTS[source].about_option(name) for source in OPTION_HINTS)
+    return next(filter(None, texts), "")
 
 
 def command_line_type() -> type[Any]:
     """A dataclass whose fields are the sections. [[stages]] are only in files: they are tables of any options."""
     sections = [(name, kind, dataclasses.field(default_factory=kind)) for name, kind in section_types().items()]
     return dataclasses.make_dataclass("JobConfig", sections, frozen=True)
-
-
-def require_plugins(argv: Sequence[str]) -> None:
-    """Raise ConfigError if ``argv`` has an option of a section that does not exist, as of a plugin that is missing.
-
-    tyro reports the names that are similar to one of a section's, with what may be meant.
-    """
-    sections = section_types()
-    for word in argv:
-        option = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        section, dot, _ = option.partition(".")
-        if not (word.startswith("--") and dot) or section in sections:
-            continue
-        if section in CONFIG_SECTIONS.of_plugins:
-            plugin = CONFIG_SECTIONS.of_plugins[section]
-            raise ConfigError(f"{option} needs the plugin {plugin}, which is not installed")
-        if section != "stages" and not difflib.get_close_matches(section, sections, n=1):
-            raise ConfigError(
-                f"--{option}: there is no section {section!r}, or it is of a plugin that is not installed; there are "
-                f"{', '.join(sections)}"
-            )
 
 
 def with_batch_schedule(argv: Sequence[str]) -> list[str]:
@@ -181,26 +252,6 @@ def help_topic(argv: Sequence[str]) -> str | None:
     return None
 
 
-def replace_booleans(argv: Sequence[str]) -> list[str]:
-    """Replace ``--compile.enable true`` or ``=true`` by the flag ``--compile.enable``, and false by its negation."""
-    flags = {name for name, value in default_options().items() if isinstance(value, bool)}
-    words: list[str] = []
-    rest = list(argv)
-    while rest:
-        word = rest.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not (word.startswith("--") and key.replace("-", "_") in flags):
-            words.append(word)
-            continue
-        if not equals and rest and not rest[0].startswith("--"):
-            value = rest.pop(0)
-        if value.lower() not in ("", "true", "false") or word.endswith("="):
-            raise ConfigError(f"{key} = {value!r} must be true or false")
-        section, _, name = key.rpartition(".")
-        words.append(f"--{section}.no-{name}" if value.lower() == "false" else f"--{key}")
-    return words
-
-
 def config_file(argv: Sequence[str]) -> str:
     """Value of ``--job.config_file`` in ``argv``, or ''.
 
@@ -218,7 +269,7 @@ def config_file(argv: Sequence[str]) -> str:
 def modules_to_import(argv: Sequence[str], file: str) -> Sequence[str]:
     """``job.import``, of the command line or else of the config ``file``; no other option is read."""
     option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    option.add_argument("--job.import_", nargs="*", dest="modules")
+    option.add_argument("--job.import", nargs="*", dest="modules")
     modules: Sequence[str] | None = option.parse_known_args(argv)[0].modules
     if modules is not None:
         return modules
@@ -286,7 +337,7 @@ def from_text(
                 f"{error}; its job.import names modules that are not imported here, because loading a checkpoint runs "
                 f"no code: give --import {listed} (torchtrain.train: --job.import {listed})"
             )
-        raise in_file(path, error) from None
+        raise in_file(path, error, table) from None
 
 
 def missing_modules(table: dict[str, Any]) -> list[str]:
@@ -296,9 +347,11 @@ def missing_modules(table: dict[str, Any]) -> list[str]:
     return [str(name) for name in names if name not in sys.modules] if isinstance(names, list) else []
 
 
-def in_file(path: str, error: ConfigError) -> ConfigError:
-    """``error`` with the name of the config file before its message."""
-    return ConfigError(f"{path}:{chr(10) + '  ' if chr(10) in str(error) else ' '}{error}")
+def in_file(path: str, error: ConfigError, table: dict[str, Any] | None = None) -> ConfigError:
+    """``error`` with the name of the config file before its message, and after it what is known of such a ``table``."""
+    texts = (OPTION_HINTS[source].about_file(flat(table or {}).keys()) for source in OPTION_HINTS)
+    lines = [*str(error).split("\n"), *(f"  {text}" for text in texts if text)]
+    return ConfigError("\n".join([f"{path}:", f"  {lines[0]}", *lines[1:]]) if len(lines) > 1 else f"{path}: {error}")
 
 
 def train_configs() -> list[str]:
@@ -351,8 +404,10 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
         except ConfigError as error:
             problems.append(str(error))
             continue
-        if hints_for_torchtitan := torchtitan_keys(name, value):
-            problems += hints_for_torchtitan
+        abouts = {inner: about_option(inner) for inner in flat({name: value})}
+        if any(abouts.values()):
+            for inner, about in abouts.items():
+                problems.append(f"{printable(inner)} is not a known key{': ' if about else ''}{about}")
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
             hint = did_you_mean(key, sections or names, prefix)
@@ -380,17 +435,6 @@ def _type_hints(section: Any) -> dict[str, Any]:
 def option_of_value(name: str, value: Any) -> str:
     """The option that ``name = value`` sets: a text as the batch size is a schedule of batch sizes."""
     return BATCH_SCHEDULE if name == BATCH_SIZE and isinstance(value, str) else name
-
-
-def torchtitan_keys(name: str, value: Any) -> list[str]:
-    """Error messages about those of ``name``, or of the keys in this table, that are keys of torchtitan."""
-    if isinstance(value, dict):
-        return [message for key, inner in value.items() for message in torchtitan_keys(f"{name}.{key}", inner)]
-    for key, (here, _, note) in FROM_TORCHTITAN.items():
-        if key == name or (key.endswith("*") and name.startswith(key[:-1])):
-            which = f"it is named {here} in torchtrain" if here else "it has no counterpart in torchtrain"
-            return [f"{name} is not a known key: {which}{f' ({note})' if note else ''}"]
-    return []
 
 
 def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:

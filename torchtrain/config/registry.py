@@ -8,12 +8,12 @@ that is named in ``job.import`` is imported before the config is read, and calls
 
 import difflib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torchtrain.errors import ConfigError
 
@@ -238,6 +238,20 @@ CONFIG_SECTIONS = Registry(
     },
 )
 """Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
+
+
+OPTION_HINTS = Registry("the name of a source of hints")
+"""Instances of ``OptionHints``, which know options of other programs."""
+
+
+class OptionHints(Protocol):
+    """What to say about options that do not exist here."""
+
+    def about_option(self, name: str) -> str:
+        """What an error about the unknown option ``name`` says after it; empty if it is unknown here, too."""
+
+    def about_file(self, names: Collection[str]) -> str:
+        """What the error about a config file with these options says at its end; empty if there is nothing to say."""
 
 
 RUN_PLANS = Registry("the name of a plan of runs", of_plugins={"stages": "torchtrain.plugins.stages"})

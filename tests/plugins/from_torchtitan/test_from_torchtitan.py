@@ -1,5 +1,6 @@
-"""Config files of torchtitan: one error message names the counterpart of each key."""
+"""What becomes of each option that torchtitan ever had: in files, on the command line, and by the conversion."""
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -7,87 +8,16 @@ import pytest
 import tomli
 import tomli_w
 
-from torchtrain.config.parse import FROM_TORCHTITAN, from_file
-from torchtrain.config.schema import section_types, to_dict
+from torchtrain.config.parse import command_line_type, from_file, from_text, option_types, parse
 from torchtrain.errors import ConfigError
-from torchtrain.plugins.from_torchtitan.conversion import VALUES
+from torchtrain.plugins.from_torchtitan.conversion import Converted, convert_config
+from torchtrain.plugins.from_torchtitan.options import TOML_ENDS, find_option, torchtitan_options
 
-# The keys of torchtitan's train_configs and job configs, by section.
-KEYS_0_1 = {
-    "job": "dump_folder description use_for_integration_test print_args",
-    "profiling": "enable_profiling save_traces_folder profile_freq enable_memory_snapshot save_memory_snapshot_folder",
-    "metrics": "log_freq enable_color_printing disable_color_printing enable_tensorboard save_tb_folder rank_0_only "
-    "save_for_all_ranks enable_wandb",
-    "model": "name flavor norm_type tokenizer_path converters print_after_conversion",
-    "optimizer": "name lr beta1 beta2 eps weight_decay fused implementation early_step_in_backward",
-    "lr_scheduler": "warmup_steps decay_ratio decay_type lr_min",
-    "training": "dataset dataset_path batch_size local_batch_size global_batch_size seq_len warmup_steps max_norm "
-    "steps data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree enable_loss_parallel "
-    "enable_cpu_offload mixed_precision_param mixed_precision_reduce compile gc_freq gc_debug seed deterministic",
-    "experimental": "enable_async_tensor_parallel pipeline_parallel_degree pipeline_parallel_split_points "
-    "pipeline_parallel_schedule pipeline_parallel_microbatches enable_compiled_autograd context_parallel_degree "
-    "context_parallel_rotate_method custom_import custom_args_module custom_model_path",
-    "parallelism": "data_parallel_replicate_degree enable_compiled_autograd data_parallel_shard_degree "
-    "fsdp_reshard_after_forward tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel "
-    "pipeline_parallel_degree pipeline_parallel_split_points pipeline_parallel_layers_per_stage "
-    "pipeline_parallel_schedule pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size "
-    "context_parallel_degree context_parallel_rotate_method expert_parallel_degree",
-    "checkpoint": "enable_checkpoint folder interval_type interval initial_load_path initial_load_model_only "
-    "model_weights_only last_save_model_only export_dtype create_seed_checkpoint async_mode keep_latest_k load_step "
-    "exclude_from_loading enable_first_step_checkpoint last_save_in_hf",
-    "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns",
-    "float8": "enable_float8_linear enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp "
-    "force_recompute_fp8_weight_in_bwd recipe_name filter_fqns emulate moe_fqns_prototype scaling_type_input "
-    "scaling_type_weight scaling_type_grad_output",
-    "mx": "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns",
-    "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder",
-    "memory_estimation": "enabled disable_fake_mode",
-    "fault_tolerance": "enable process_group process_group_timeout_ms replica_id group_size min_replica_size "
-    "semi_sync_method sync_steps should_quantize fragment_sync_delay fragment_update_alpha",
-    "validation": "enabled dataset dataset_path local_batch_size seq_len freq steps",
-}
-KEYS_0_2 = {
-    "job": "dump_folder description print_config save_config_file custom_config_module",
-    "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup "
-    "enable_memory_snapshot save_memory_snapshot_folder",
-    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder save_for_all_ranks enable_wandb",
-    "model": "name flavor hf_assets_path tokenizer_path converters print_after_conversion",
-    "optimizer": "name lr beta1 beta2 eps weight_decay implementation early_step_in_backward",
-    "lr_scheduler": "warmup_steps total_steps decay_ratio decay_type min_lr_factor",
-    "training": "dataset dataset_path local_batch_size global_batch_size seq_len max_norm steps enable_cpu_offload "
-    "dtype mixed_precision_param mixed_precision_reduce gc_freq gc_debug seed deterministic "
-    "debug_moe_force_load_balance",
-    "training.dataloader": "num_workers persistent_workers pin_memory prefetch_factor",
-    "parallelism": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
-    "tensor_parallel_degree disable_loss_parallel enable_async_tensor_parallel pipeline_parallel_degree "
-    "module_fqns_per_model_part pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers "
-    "pipeline_parallel_layers_per_stage pipeline_parallel_schedule pipeline_parallel_schedule_csv "
-    "pipeline_parallel_microbatch_size pipeline_parallel_expert_parallel_overlap context_parallel_degree "
-    "context_parallel_load_balancer context_parallel_rotate_method expert_parallel_degree "
-    "expert_tensor_parallel_degree expert_parallel_comm_backend",
-    "checkpoint": "enable enable_ft_dataloader_checkpoints folder interval initial_load_path initial_load_model_only "
-    "initial_load_in_hf initial_load_in_hf_quantized last_save_model_only last_save_in_hf export_dtype async_mode "
-    "keep_latest_k load_step exclude_from_loading enable_first_step_checkpoint create_seed_checkpoint load_only",
-    "activation_checkpoint": "mode selective_ac_option per_op_sac_force_recompute_mm_shapes_by_fqns early_stop "
-    "memory_budget visualize_memory_budget_pareto preserve_rng_state determinism_check debug",
-    "compile": "enable components backend",
-    "quantize.linear.float8": "enable_fsdp_float8_all_gather precompute_float8_dynamic_scale_for_fsdp recipe_name "
-    "filter_fqns emulate",
-    "quantize.linear.mx": "mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns",
-    "quantize.grouped_mm.float8": "fqns",
-    "quantize.grouped_mm.mx": "recipe_name fqns",
-    "comm": "init_timeout_seconds train_timeout_seconds trace_buf_size save_traces_folder save_traces_file_prefix mode",
-    "memory_estimation": "enable disable_fake_mode",
-    "fault_tolerance": "enable process_group process_group_timeout_ms replica_id group_size min_replica_size "
-    "semi_sync_method",
-    "experimental": "custom_import custom_args_module",
-    "validation": "enable dataset dataset_path local_batch_size seq_len freq steps",
-    "validation.dataloader": "num_workers",
-    "debug": "seed deterministic deterministic_warn_only moe_force_load_balance",
-}
-SECTIONS = {name: to_dict(section()) for name, section in section_types().items()}
-OPTIONS = {f"{section}.{key}": value for section, keys in SECTIONS.items() for key, value in keys.items()}
-UNSET = ["lr_scheduler.total_steps", "lr_scheduler.decay_ratio"]  # by default
+HISTORY: dict[str, tuple[str, str, dict[str, str]]] = tomli.loads(
+    (Path(__file__).parent / "history.toml").read_text(encoding="utf-8")
+)
+"""First day, last day and defaults of each option, which scripts/docs/torchtitan_options.py lists."""
+OURS = option_types(command_line_type())
 
 # The keys that the debug_model.toml of torchtitan 0.2 sets.
 DEBUG_FILE: dict[str, dict[str, Any]] = {
@@ -120,8 +50,8 @@ DEBUG_FILE: dict[str, dict[str, Any]] = {
     "quantize": {"linear": {"float8": {"precompute_float8_dynamic_scale_for_fsdp": False, "filter_fqns": ["output"]}}},
     "validation": {"enabled": False, "dataset": "c4_validation", "freq": 5, "steps": 10},
 }
-# Keys to remove from it, and their replacements; for the optimizer's name, the new value.
-EDITS = {
+# Its keys that torchtrain rejects, and their names here; for the optimizer's name, the new value.
+REJECTED = {
     "job.print_args": None,
     "profiling.save_traces_folder": None,
     "metrics.disable_color_printing": None,
@@ -143,33 +73,104 @@ EDITS = {
 }
 
 
-def test_table_lists_every_key_of_torchtitan() -> None:
-    stars = tuple(key[:-1] for key in FROM_TORCHTITAN if key.endswith("*"))
-    for keys in (KEYS_0_1, KEYS_0_2):
-        for section, names in keys.items():
-            for key in names.split():
-                name = f"{section}.{key}"
-                assert name in FROM_TORCHTITAN or name.startswith(stars), name
+def value_of(text: str) -> Any:
+    """A default in Python as a value; None if it is an object of torchtitan's."""
+    try:
+        return ast.literal_eval(text)
+    except ValueError:
+        return None
 
 
-def test_counterparts_in_the_table_exist() -> None:
-    for name, (here, default, _) in FROM_TORCHTITAN.items():
-        assert not here or here in OPTIONS or here in UNSET, here
-        if name in OPTIONS:
-            assert here == name  # otherwise the key would be accepted without a message
-        if default:
-            tomli.loads(f"x = {default}")
+def values_to_try(name: str) -> list[Any]:
+    """torchtitan's defaults of an option, and values that differ from them."""
+    defaults = [value for value in map(value_of, HISTORY[name][2].values()) if value not in (None, {})]
+    others: list[Any] = [not value if isinstance(value, bool) else value * 2 for value in defaults if value != -1]
+    return [*defaults, *others] or ["a"]
 
 
-def test_one_message_lists_all_keys_of_a_file(tmp_path: Path) -> None:
+def convert_one(name: str, value: Any) -> Converted:
+    table: dict[str, Any] = {}
+    *sections, key = name.split(".")
+    inner = table
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[key] = value
+    return convert_config(tomli_w.dumps(table), "theirs.toml")
+
+
+def error_of(text: str) -> ConfigError | None:
+    """Why torchtrain rejects the config ``text``; None if it is valid."""
+    try:
+        from_text(text, "ours.toml")
+    except ConfigError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("name", HISTORY)
+def test_each_option_of_the_history_is_converted_or_explained_or_an_error(name: str) -> None:
+    option = find_option(name)
+    assert option is not None
+    assert option.here or option.note, "an option without a counterpart needs a reason"
+    without = convert_config("", "theirs.toml").text.splitlines()
+    for value in values_to_try(name):
+        converted = convert_one(name, value)
+        key = name.rpartition(".")[2]
+        new = [line for line in converted.text.splitlines()[2:] if line not in without]
+        explained = [line for line in new if line.startswith("# ") and f"{key} = " in line]
+        set_here = option.here.partition(".")[2]
+        assert explained or any(line.startswith(f"{set_here} = ") for line in new), (value, converted.text)
+        if explained:
+            assert explained[0].partition("  # ")[2], explained
+        if explained and value not in (option.default, *option.before.values(), *option.same):
+            ignored = ("float8.", "quantize.", "fault_tolerance.")  # unless these are on
+            assert converted.left_out or name.startswith(ignored) or name.endswith("less_layers"), value
+        assert error_of(converted.text) is None or option.here in str(error_of(converted.text)), value
+
+
+@pytest.mark.parametrize("name", HISTORY)
+def test_each_option_that_torchtrain_lacks_is_explained_on_the_command_line(name: str) -> None:
+    option = find_option(name)
+    assert option is not None
+    if name in OURS:
+        assert option.here in (name, ""), "otherwise the option would be accepted with another meaning"
+        return
+    with pytest.raises(ConfigError) as error:
+        parse([f"--{name}", "1"])
+    which = f"it is named {option.here} in torchtrain" if option.here else "it has no counterpart in torchtrain"
+    assert str(error.value).startswith(f"--{name} is not a known option: {which}")
+
+
+def test_names_days_and_defaults_are_those_of_the_history() -> None:
+    """A wrong default, such as that of the batch size, would change converted runs."""
+    options = torchtitan_options()
+    for name, (first, last, defaults) in HISTORY.items():
+        if name not in options:
+            continue  # of a section that is explained as a whole
+        option = options[name]
+        assert (option.since, option.until) == (first, last), name
+        newest = value_of([*defaults.values()][-1]) if defaults else None
+        assert option.default == (None if newest == {} else newest), name
+        if option.here and first < TOML_ENDS:
+            for day, text in defaults.items():
+                ends = [other for other in defaults if other > day]
+                if value_of(text) is not None and day < TOML_ENDS:
+                    assert option.default_before(min(ends, default=TOML_ENDS)) == value_of(text), (name, day)
+    assert all(option.here in OURS for option in options.values() if option.here)
+
+
+def test_one_message_lists_all_keys_of_a_file_and_names_the_command(tmp_path: Path) -> None:
     file = tmp_path / "debug_model.toml"
     file.write_text(tomli_w.dumps(DEBUG_FILE))
     with pytest.raises(ConfigError) as error:
         from_file(str(file))
-    head, *lines = str(error.value).splitlines()
+    head, *lines, last = str(error.value).splitlines()
     assert head == f"{file}:"
-    assert [line.split()[0] for line in lines] == list(EDITS)
-    for line, here in zip(lines, EDITS.values(), strict=True):
+    assert last.startswith(
+        "  to convert a config file of torchtitan: python -m torchtrain.convert_config FILE --output"
+    )
+    assert [line.split()[0] for line in lines] == list(REJECTED)
+    for line, here in zip(lines, REJECTED.values(), strict=True):
         if here == "adamw":
             assert line.endswith(
                 "must be one of 'adamw', 'muon', or one that a plugin or a module in job.import registers; did you "
@@ -177,22 +178,13 @@ def test_one_message_lists_all_keys_of_a_file(tmp_path: Path) -> None:
             )
         else:
             assert (f"it is named {here} in torchtrain" if here else "it has no counterpart in torchtrain") in line
-    table: dict[str, Any] = {section: dict(keys) for section, keys in DEBUG_FILE.items() if section != "quantize"}
-    for name, here in EDITS.items():
-        section, _, key = name.partition(".")
-        value = table.get(section, {}).pop(key, None)
-        if here == "adamw":
-            table[section][key] = here
-        elif here:
-            table.setdefault(here.split(".")[0], {})[here.split(".")[1]] = VALUES.get(here, {}).get(value, value)
-    file.write_text(tomli_w.dumps(table))
-    assert from_file(str(file)).validation.interval == 5
 
 
 def test_message_with_torchtitan_keys_misspellings_and_wrong_types(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text(
         "[float8]\nenable_float8_linear = true\n[trainnig]\nstesp = 1\n[training]\nsteps = 'x'\nstesp = 2\n"
+        "[fault_tolerance]\nreplica_id = 1\nother = 2\n"
     )
     with pytest.raises(ConfigError) as error:
         from_file(str(file))
@@ -203,12 +195,32 @@ def test_message_with_torchtitan_keys_misspellings_and_wrong_types(tmp_path: Pat
         "  trainnig is not a known section; did you mean 'training'?",
         "  training.steps = 'x' must be an integer",
         "  training.stesp is not a known key; did you mean 'training.steps'?",
+        "  fault_tolerance.replica_id is not a known key: it is named replicas.id in torchtrain (a text)",
+        "  fault_tolerance.other is not a known key",
+        "  to convert a config file of torchtitan: python -m torchtrain.convert_config FILE --output my_config.toml "
+        "(docs/from-torchtitan.md)",
     ]
-    file.write_text("[training]\nstesp = 2\n")
+    file.write_text("[training]\nstesp = 2\n[lr_scheduler]\ndecay_ratio = 0.5\n")
     with pytest.raises(
         ConfigError, match=r"run.toml: training.stesp is not a known key; did you mean 'training.steps'\?$"
     ):
         from_file(str(file))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--training.batch_size 4", "--training.batch_size is not a known option: it is named training.local_batch_"),
+        ("--training.compile", "--training.compile is not a known option: it is named compile.enable in torchtrain"),
+        ("--training.dataset=c4", "--training.dataset is not a known option: it is named data.name in torchtrain"),
+        ("--module llama3", "--module is not a known option: it is named model.name in torchtrain"),
+        ("--hf-assets-path x", "--hf_assets_path is not a known option: it is named model.tokenizer_path in torch"),
+    ],
+)
+def test_hints_on_the_command_line(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        parse(arguments.split())
+    assert str(error.value).startswith(message)
 
 
 def test_differing_defaults_are_on_the_page() -> None:
@@ -218,5 +230,7 @@ def test_differing_defaults_are_on_the_page() -> None:
         "| `optimizer.lr` |  | **`0.0008`** | **`0.0003`** |",
         '| `checkpoint.async_mode` |  | **`"disabled"`** | **`"async"`** |',
         '| `activation_checkpoint.mode` |  | **`"selective"`** | **`"none"`** |',
+        "| `checkpoint.keep_latest_k` |  | **`10`** | **`5`** | 0 until 2025-03-04 |",
+        "| `training.batch_size` | 2024-02-23, until 2025-06-05 | `training.local_batch_size` |  |",
     ):
         assert row in page
