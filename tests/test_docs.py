@@ -71,8 +71,6 @@ LISTED = {
         "takes minutes; tests/plugins/stages/test_stages.py"
     ),
     "python scripts/plot.py outputs/debug_stages -o stages.png": "needs the run of the line above",
-    "torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml": "needs 8 GPUs and a "
-    "config of torchtitan",
     "tensorboard --logdir s3://my-bucket/my-run/checkpoint/outputs/tensorboard": (
         "needs a bucket; test_output_copies.py reads one as TensorBoard does"
     ),
@@ -88,9 +86,9 @@ LISTED = {
     "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
     "pip install -e '.[mlflow]'": "needs a package index",
     "pip install -e '.[trackio]'": "needs a package index",
-    "pip install -e '.[convert]'": "needs a package index; run by .ci/run",
-    "python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml": "needs a config of torchtitan; "
-    "test_convert_config.py runs a similar command",
+    "python -m torchtrain.convert_config torchtitan_config.toml --output my_config.toml": (
+        "needs a config of torchtitan; test_convert_config.py runs a similar command"
+    ),
     "pip install -e '.[eval]'": "needs a package index; run by .ci/run",
     "pip install -e '.[dev]' -c constraints.txt": "needs a package index; run by .ci/run",
     "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",

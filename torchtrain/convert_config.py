@@ -1,4 +1,4 @@
-"""Convert a config of torchtitan: ``python -m torchtrain.convert_config theirs.toml > ours.toml``."""
+"""Convert a config of torchtitan: ``python -m torchtrain.convert_config theirs.toml --output ours.toml``."""
 
 from torchtrain.cli import plugin_command, run_and_exit
 

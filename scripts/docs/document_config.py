@@ -1,7 +1,7 @@
 """Write the generated pages of the documentation: python scripts/docs/document_config.py
 
 docs/configuration.md is generated from the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md from the
-table in torchtrain/assets/from_torchtitan.toml.
+table in torchtrain/plugins/from_torchtitan/options.toml.
 """
 
 import dataclasses
@@ -10,11 +10,9 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
-import tomli
-
 from torchtrain.config.help import choices, docstrings_of, toml
-from torchtrain.config.parse import FROM_TORCHTITAN
 from torchtrain.config.schema import SourceConfig, SourcesConfig, key_of, section_types, to_dict
+from torchtrain.plugins.from_torchtitan.options import TOML_ENDS, torchtitan_options
 
 ROOT = Path(__file__).parent.parent.parent
 HEAD = """\
@@ -47,29 +45,32 @@ FROM_TORCHTITAN_HEAD = """\
 # Migrating from torchtitan
 
 ```bash
-torchrun --nproc-per-node 8 -m torchtrain.train --job.config_file torchtitan_config.toml
+python -m torchtrain.convert_config torchtitan_config.toml --output my_config.toml
 ```
 
-Pass your TOML file of torchtitan 0.1 or 0.2 to the trainer. One error message lists every key that has another name in
-torchtrain or no counterpart, with the reason. All other keys are the same. To convert the file:
+converts a TOML file of torchtitan, of any version from 2024-02 to 0.2.2 (2026-02). The file is written only if it is
+valid; without `--output` it is printed. Comments are kept, values are converted (`"AdamW"`, `"c4"`,
+`["quantize.linear.float8"]`), and an option without a counterpart becomes a comment that says why. If it had an effect
+in torchtitan, it is also printed, as "left out". What is left to set, such as the tokenizer, is printed, and at the end
+of the file. The exit code is 2 if an option must be changed by hand, for example if the model is none of torchtrain's.
 
-```bash
-pip install -e '.[convert]'
-python -m torchtrain.convert_config torchtitan_config.toml > my_config.toml
-```
+**Defaults.** Defaults of torchtitan that differ from torchtrain's, such as the linear decay, are written out, and norms
+decay as there (`optimizer.no_decay`). Defaults differ between versions, too. The second line of the converted file
+names the versions that have all options of the file; its defaults are those of the newest of them. If no version has
+all of them, they are those of 0.2.2.
 
-Comments are kept, keys without a counterpart become comments that say why, and values are converted (`"AdamW"`,
-`"c4"`, `enable_float8_linear`). Defaults of the newest TOML version of torchtitan that differ, such as the linear
-decay, are written out. What is left to set, such as the tokenizer, is at the end of the file, and printed. The exit
-code is 2 if an option must be changed by hand before the file is valid.
+**Models.** Sizes that torchtrain does not have, such as torchtitan's `debugmodel`, are written as `[model.shape]`, and
+`8B_flex` as `8B` with `data.document_mask = true`. torchtitan scales the RoPE of Llama 3 since 2025-10-08; for older
+files the scaling is turned off. The size of the vocabulary is that of the tokenizer.
+
+**Without conversion.** The trainer rejects a file of torchtitan, and options of torchtitan on the command line, with
+one message that names torchtrain's option for each.
+
+**Python configs.** Since 2026-02-23 torchtitan's configs are Python functions. `convert_config` does not read them.
+Begin with a file of `train_configs/`; the last table has the options of these functions, too.
 
 torchtitan's default `dump_folder = "./outputs"` is kept, and here a folder has one run: for a first short try, add
 `--job.dump_folder outputs/trial`, and give each config a folder of its own.
-
-The configs of dense Llama models in torchtitan's repository of 2024-05 (6), 2025-01 (4) and 2025-10 (4) become valid
-files in this way. In 2026 torchtitan's configs are Python functions, which the command does not read.
-
-**Check the defaults that differ**: they change a run whose file does not set them.
 
 torchtrain loads weights that torchtitan has exported in Hugging Face's format (`checkpoint.initial_load_path`). It
 does not load torchtitan's distributed checkpoints.
@@ -170,15 +171,21 @@ def render_from_torchtitan() -> str:
     values = {f"{name}.{key}": value for name, keys in SECTIONS.items() for key, value in keys.items()}
     differ: list[str] = []
     meaning: list[str] = []
-    for name, (here, default, note) in FROM_TORCHTITAN.items():
-        there = tomli.loads(f"x = {default or 0}")["x"]
-        mine = "" if here == name else f"`{here}`"
-        if not here:
-            continue
-        if default and here in values and type(there) is type(values[here]) and there != values[here]:
-            differ.append(f"| `{name}` | {mine} | **`{default}`** | **`{toml(values[here])}`** | {note} |")
-        elif here == name and note:
-            meaning.append(f"| `{name}` | {note} |")
+    every: list[str] = []
+    for name, option in torchtitan_options().items():
+        there, mine = option.default, values.get(option.here)
+        renamed = "" if option.here == name else f"`{option.here}`"
+        until = f", until {option.until}" if option.until else ""
+        days = f"{option.since}{until}" if option.since else ""
+        becomes = f"`{option.here}`" if option.here else "none"
+        every.append(f"| `{name}` | {days} | {becomes} | {as_markdown(option.note)} |")
+        is_of_files = option.exists_before(TOML_ENDS) and type(there) is type(mine)
+        if option.here and is_of_files and there is not None and there != mine:
+            earlier = "; ".join(f"{toml(value)} until {day}" for day, value in option.before.items())
+            note = "; ".join(filter(None, (option.note, earlier)))
+            differ.append(f"| `{name}` | {renamed} | **`{toml(there)}`** | **`{toml(mine)}`** | {note} |")
+        elif option.here == name and option.note:
+            meaning.append(f"| `{name}` | {option.note} |")
     return "\n".join(
         [
             FROM_TORCHTITAN_HEAD,
@@ -190,6 +197,9 @@ def render_from_torchtitan() -> str:
             "\n## Same name, different meaning\n",
             "| key | in torchtrain |\n| --- | --- |",
             *meaning,
+            "\n## Every option of torchtitan\n",
+            "| torchtitan's key | since | torchtrain's key | note |\n| --- | --- | --- | --- |",
+            *every,
             "",
         ]
     )

@@ -1,7 +1,7 @@
-"""Convert a config of torchtitan to one of torchtrain: ``python -m torchtrain.convert_config theirs.toml > ours.toml``.
+"""Convert a TOML config of torchtitan: ``python -m torchtrain.convert_config theirs.toml --output ours.toml``.
 
-Comments are kept. A key without a counterpart becomes a comment that says why, and defaults of torchtitan that differ
-are written out. What is left to set is listed at the end, and printed.
+Comments are kept. An option without a counterpart becomes a comment that says why, and is printed if it had an effect;
+defaults of torchtitan's version that differ are written out. What is left to set is listed at the end, and printed.
 """
 
 import sys
@@ -14,7 +14,9 @@ import tyro
 
 from torchtrain.cli import command
 from torchtrain.config.parse import from_text, read_text
+from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.errors import ConfigError
+from torchtrain.files import atomic_write, require_file, writing
 from torchtrain.logging import logger
 
 
@@ -22,21 +24,42 @@ from torchtrain.logging import logger
 class ConvertConfigOptions:
     file: Annotated[str, tyro.conf.Positional]
     """TOML file of torchtitan."""
+    output: LocalPath = ""
+    """File to write, only if the converted config is valid. Empty: it is printed."""
+
+    def __post_init__(self) -> None:
+        check_values(self, "--")
+        if self.output:
+            require_file(self.output, "--output")
+            if Path(self.output).exists():
+                raise ConfigError(f"--output = {self.output!r} exists: name a new file, or remove it")
 
 
 @command
 def main(argv: Sequence[str]) -> int:
-    """Print the converted config, and return the exit code of the process: 2 if an option must be changed by hand."""
+    """Convert the config, and return the exit code of the process: 2 if an option must be changed by hand."""
     options = tyro.cli(ConvertConfigOptions, prog="python -m torchtrain.convert_config", description=__doc__, args=argv)
-    try:
-        from torchtrain.plugins.from_torchtitan.conversion import convert_config
-    except ImportError as error:
+    from torchtrain.models.model_config import build_model_config  # not above: --help needs no PyTorch
+    from torchtrain.plugins.from_torchtitan.conversion import convert_config
+
+    text = read_text(options.file)
+    if Path(options.file).suffix == ".py":
         raise ConfigError(
-            f"this command needs the package tomlkit: pip install 'torchtrain[convert]' ({error})"
-        ) from None
-    text, to_set = convert_config(read_text(options.file), Path(options.file).name)
-    sys.stdout.write(text)
-    for line in to_set:
+            f"{options.file} is a Python config of torchtitan, which has no TOML files since 2026-02-23: this command "
+            "reads those of its versions up to 0.2.2. Begin with a file of train_configs/, and set the options there: "
+            "docs/from-torchtitan.md has torchtrain's name of each, and errors of torchtrain.train name it, too"
+        )
+    converted = convert_config(text, Path(options.file).name)
+    if not options.output:
+        sys.stdout.write(converted.text)
+    for line in converted.left_out:
+        logger.warning("left out: %s", line)
+    for line in converted.to_set:
         logger.warning("to set: %s", line)
-    from_text(text, "the converted config")
+    config = from_text(converted.text, "the converted config")
+    build_model_config(config.model, None, config.training.seq_len)
+    if options.output:
+        with writing(options.output, "--output"), atomic_write(Path(options.output)) as file:
+            file.write(converted.text.encode())
+        logger.info("written to %s", options.output)
     return 0

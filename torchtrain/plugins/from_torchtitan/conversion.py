@@ -11,34 +11,28 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, Comment, InlineTable, Item, Table
 
 from torchtrain.config.help import toml
-from torchtrain.config.parse import FROM_TORCHTITAN, read_table
+from torchtrain.config.parse import read_table
 from torchtrain.config.schema import default_options, flat
 from torchtrain.errors import ConfigError
 from torchtrain.files import printable
+from torchtrain.plugins.from_torchtitan.options import TOML_ENDS, find_option, torchtitan_options, versions_with
+from torchtrain.plugins.from_torchtitan.values import C4, FILTERS, NORM_DECAY, LeftOut, TorchtitanFile, translate
 
-# Values that have another name here, by our key.
-VALUES: dict[str, dict[Any, Any]] = {
-    "optimizer.name": {"AdamW": "adamw"},
-    "optimizer.implementation": {True: "fused", False: "foreach"},
-    "parallelism.pipeline_parallel_schedule": {"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
-    "metrics.writers": {True: ["wandb"], False: []},
-    "float8.recipe": {True: "tensorwise", False: "none", "": "none", "dynamic": "tensorwise"},
-}
-C4 = {"name": "allenai/c4", "subset": "en"}
-DATASETS: dict[str, dict[str, str]] = {"c4": C4, "c4_validation": {**C4, "split": "validation"}}
-SECTION_OF_DATA = {"data": "training", "validation": "validation"}  # torchtitan's by ours
-SMALL_DATASETS = ("c4_mini", "c4_test")  # files of torchtitan's repository
-# The number of layers of each pipeline stage, which torchtitan does not have as a list of numbers.
-BY_HAND = "parallelism.pipeline_parallel_layers_per_stage"
 # Sections whose defaults matter only if this option is on.
 SWITCHES = {
     "validation": "validation.enable",
     "float8": "float8.recipe",
     "checkpoint": "checkpoint.enable",
     "huggingface": "huggingface.export",
+    "replicas": "replicas.id",
 }
-# Defaults with another meaning, or of data that only torchtitan has.
-NOT_NEEDED = ("job.dump_folder", "job.description", "data.name", "parallelism.pipeline_parallel_microbatches", BY_HAND)
+# Defaults with another meaning, or of data and tokenizers that only torchtitan has.
+NOT_NEEDED = (
+    *("job.dump_folder", "job.description", "model.name", "model.tokenizer_path", "data.name", "training.seed"),
+    *("parallelism.pipeline_parallel_microbatches", "parallelism.pipeline_parallel_layers_per_stage"),
+)
+MICROBATCHES_ARE_STAGES_UNTIL = "2025-04-07"  # by default; since then, a microbatch is one sequence
+TORCHTITANS_DEFAULT = "# torchtitan's default"
 
 
 @dataclass
@@ -56,15 +50,18 @@ class Line:
         return "\n".join([*self.above, f"{self.key} = {self.value}{comment}" if self.key else self.value])
 
 
-def convert_config(text: str, name: str) -> tuple[str, list[str]]:
-    """Convert the ``text`` of a file of torchtitan.
+@dataclass(frozen=True)
+class Converted:
+    text: str
+    """The config for torchtrain."""
+    left_out: list[str]
+    """Options of torchtitan that have an effect there, and none in ``text``, with the reason."""
+    to_set: list[str]
+    """What is left to set, which are the last lines of ``text``, too."""
 
-    Args:
-        text: TOML.
-        name: the name of the file, for the first line.
 
-    Returns:
-        The config for torchtrain, and what is left to set, which are its last lines, too.
+def convert_config(text: str, name: str) -> Converted:
+    """Convert the ``text`` of a TOML file of torchtitan. ``name``: that of the file, for the first line.
 
     Raises:
         ConfigError: the text is not valid TOML.
@@ -74,7 +71,7 @@ def convert_config(text: str, name: str) -> tuple[str, list[str]]:
         document = tomlkit.parse(text)
     except TOMLKitError as error:
         raise ConfigError(f"{name} is not valid TOML: {printable(str(error))}") from None
-    lines = [f"# {name} of torchtitan, converted by torchtrain.convert_config"]
+    lines = [f"# {name} of torchtitan, converted by torchtrain.convert_config", f"# {conversion.version}"]
     for full_name, item, comments in entries(document):
         if item is not None:
             conversion.add(full_name, item, comments)
@@ -88,7 +85,7 @@ def convert_config(text: str, name: str) -> tuple[str, list[str]]:
     to_set = conversion.to_set()
     if to_set:
         lines += ["", *(f"# To set: {line}" for line in to_set)]
-    return "\n".join(lines) + "\n", to_set
+    return Converted("\n".join(lines) + "\n", conversion.left_out, to_set)
 
 
 def entries(table: Container | Table | InlineTable, prefix: str = "") -> Iterator[tuple[str, Item | None, list[str]]]:
@@ -115,57 +112,49 @@ class Conversion:
     """The lines of each section of torchtrain's config, in the order in which they were added."""
 
     def __init__(self, theirs: Mapping[str, Any]) -> None:
-        self.theirs = theirs  # all values of torchtitan's file by full name
+        """``theirs``: all values of torchtitan's file by full name."""
+        since, until = versions_with(theirs)
+        has_version = since < until
+        self.file = TorchtitanFile(theirs, until if has_version else TOML_ENDS)
         self.sections: dict[str, list[Line]] = {}
         self.values: dict[str, Any] = {}
-        self.needs_data: list[str] = []
+        self.set_by: dict[str, str] = {}  # torchtitan's option by ours
+        self.left_out: list[str] = []
+        between = f"from {since} to {until}" if since else f"until {until}"
+        self.version = f"Its options are those of torchtitan {between}; defaults are those of the last day."
+        if not has_version:
+            self.version = f"No version of torchtitan has all of its options; defaults are those of {TOML_ENDS}."
 
     def add(self, name: str, item: Item, above: list[str]) -> None:
         """Convert one key of torchtitan."""
-        here, _, note = counterpart(name)
-        value, comment = item.unwrap(), item.trivia.comment
-        section = here.partition(".")[0]
-        if name.endswith("float8.recipe_name") and not self.has_float8():
-            self.add_comment(name, item, "float8 is off in torchtitan: nothing enables it", above)
-            return
-        if here in ("data.name", "validation.name") and self.theirs.get(f"{SECTION_OF_DATA[section]}.dataset_path"):
-            self.add_comment(name, item, f"{section}.path has the data", above)
-            return
-        if here in ("data.name", "validation.name") and value in (*DATASETS, *SMALL_DATASETS):
-            self.add_dataset(section, name, str(value), comment, above)
-            return
         if isinstance(item, AoT):
-            self.add_comment(name, item, "tables have no counterpart in torchtrain", above)
+            self.leave_out(name, item, LeftOut("tables have no counterpart in torchtrain"), above)
             return
-        if name == "model.converters":
-            if value not in ([], ["float8"]):
-                self.add_comment(name, item, f"set {here} by hand", above)
-                return
-            value = "tensorwise" if value else "none"
-        if name == "parallelism.pipeline_parallel_microbatch_size":
-            batch_size = self.theirs.get("training.local_batch_size", self.theirs.get("training.batch_size", 8))
-            if not (isinstance(batch_size, int) and isinstance(value, int) and value > 0):
-                self.add_comment(name, item, f"set {here} by hand, {note}", above)
-                return
-            value = batch_size // value
-        if here == BY_HAND and not (isinstance(value, list) and all(isinstance(n, int) for n in value)):
-            self.add_comment(name, item, f"set {BY_HAND} by hand, {note}", above)
+        value, comment = item.unwrap(), item.trivia.comment
+        translated = translate(name, value, self.file)
+        if isinstance(translated, LeftOut):
+            self.leave_out(name, item, translated, above)
             return
-        if not here:
-            self.add_comment(name, item, note or "it has no counterpart in torchtrain", above)
-            return
-        translated = VALUES.get(here, {}).get(value, value) if isinstance(value, str | bool) else value
-        from_converters = self.values.get(here) == "tensorwise" and name.endswith("recipe_name")
-        if here in self.values and self.values[here] not in ("none", translated) and not from_converters:
-            self.add_comment(name, item, f"{here} is set by another key", above)
-            return
-        written = item.as_string() if translated == item.unwrap() and isinstance(value, type(translated)) else ""
-        self.put(here, translated, written, comment, above)
+        for number, (here, ours) in enumerate(translated.items()):
+            other = self.set_by.get(here, name)
+            if self.values.get(here, ours) != ours and not self.is_newer(name, other):
+                self.leave_out(name, item, LeftOut(f"{here} is set by {other}"), above)
+                continue
+            if self.values.get(here, ours) != ours:
+                self.left_out.append(f"{other}: {here} is set by {name}")
+            self.set_by[here] = name
+            if number > 0:
+                self.put(here, ours, comment=f"# {name} of torchtitan")
+            else:
+                is_same = ours == value and isinstance(value, type(ours))
+                self.put(here, ours, item.as_string() if is_same else "", comment, above)
 
-    def has_float8(self) -> bool:
-        """Whether torchtitan's file converts linear layers to float8; without it, torchtitan ignores the recipe."""
-        flags = ("float8.enable_float8_linear", "training.enable_float8_linear", "training.fp8_linear")
-        return self.theirs.get("model.converters") == ["float8"] or any(map(self.theirs.get, flags))
+    def is_newer(self, name: str, other: str) -> bool:
+        """Whether torchtitan's version has the option ``name``, and no longer or not yet ``other``."""
+        has_name, has_other = (
+            option is None or option.exists_before(self.file.day) for option in map(find_option, (name, other))
+        )
+        return has_name and not has_other
 
     def put(self, here: str, value: Any, written: str = "", comment: str = "", above: Sequence[str] = ()) -> None:
         """Set the option ``here``, in place of an earlier value, whose comments are kept above it."""
@@ -176,62 +165,75 @@ class Conversion:
         lines.append(Line(key, written or toml(value), comment, [*earlier, *above]))
         self.values[here] = value
 
-    def add_comment(self, name: str, item: Item, note: str, above: list[str]) -> None:
+    def leave_out(self, name: str, item: Item, why: LeftOut, above: list[str]) -> None:
         """Keep a key without a counterpart as a comment, in the section that it was in."""
         section, _, key = name.rpartition(".")
         target = section if section in SECTIONS else "job"
-        shown = f"{key if target == section else name} = {' '.join(item.as_string().split())}"
-        self.sections.setdefault(target, []).append(Line("", f"# {shown}  # {note}", above=above))
+        written = " ".join(item.as_string().split())
+        shown = f"{key if target == section else name} = {written}"
+        self.sections.setdefault(target, []).append(Line("", f"# {shown}  # {why.reason}", above=above))
+        if why.has_effect:
+            self.left_out.append(f"{name} = {written}: {why.reason}")
 
     def add_comments(self, table: str, comments: list[str]) -> None:
         """Keep ``comments`` at the end of the section that they were in."""
         section = table.partition(".")[0]
         self.sections.setdefault(section if section in SECTIONS else "job", []).append(Line("", "\n".join(comments)))
 
-    def add_dataset(self, section: str, name: str, value: str, comment: str, above: list[str]) -> None:
-        """Set the options of a dataset that torchtitan knows by a name of its own."""
-        if value in SMALL_DATASETS:
-            note = "files of torchtitan's repository: without data, torchtrain reads the source code of Python"
-            line = Line("", f"# {name} = {toml(value)}  # {note}", above=above)
-            self.sections.setdefault(section, []).append(line)
-            return
-        for key, option in DATASETS[value].items():
-            self.put(f"{section}.{key}", option, "", comment if key == "name" else "", above if key == "name" else ())
-        if section == "data":
-            self.needs_data.append(f"data: {value} is {C4['name']} on the Hugging Face Hub; for files, set data.path")
-
     def add_defaults(self) -> None:
-        """Write out defaults of torchtitan that differ from torchtrain's."""
-        newest_last = sorted(FROM_TORCHTITAN.items(), key=lambda entry: entry[0] == entry[1][0])
-        defaults = {here: default for _, (here, default, _) in newest_last if default}
+        """Write out the defaults of torchtitan's version that differ from torchtrain's."""
+        if "model.flavor" not in self.values:
+            model = translate("model.flavor", self.file.get("model.flavor"), self.file)
+            assert not isinstance(model, LeftOut)
+            for here, value in model.items():
+                self.put(here, value, comment=TORCHTITANS_DEFAULT)
         for here, ours in default_options().items():
             section = here.partition(".")[0]
             switch = SWITCHES.get(section)
-            if here not in defaults or here in self.values or here in NOT_NEEDED:
+            is_off = switch and switch != here and self.values.get(switch, False) in (False, "none")
+            if here in self.values or here in NOT_NEEDED or is_off:
                 continue
-            if switch and switch != here and self.values.get(switch, False) in (False, "none"):
-                continue
-            value = tomlkit.parse(f"x = {defaults[here]}").unwrap()["x"]
-            value = VALUES.get(here, {}).get(value, value) if isinstance(value, str | bool) else value
-            if value != ours:
-                self.put(here, value, comment="# torchtitan's default")
+            defaults = self.defaults_of(here)
+            if defaults.get(here, ours) != ours:
+                for name, value in defaults.items():
+                    self.put(name, value, comment=TORCHTITANS_DEFAULT)
+        if NORM_DECAY not in self.values:
+            decay = self.defaults_of("optimizer.weight_decay")[NORM_DECAY]
+            self.put(NORM_DECAY, decay, comment="# torchtitan also decays norms")
+        if self.file.has_float8 and not any(map(self.file.values.get, FILTERS)):
+            self.left_out.append("float8 of the output layer, torchtitan's default: here it stays in bfloat16")
+        stages = self.values.get("parallelism.pipeline_parallel_degree", 1)
+        microbatches = "parallelism.pipeline_parallel_microbatches"
+        if self.file.day <= MICROBATCHES_ARE_STAGES_UNTIL and stages != 1 and microbatches not in self.values:
+            self.put(microbatches, stages, comment=TORCHTITANS_DEFAULT)
+
+    def defaults_of(self, here: str) -> dict[str, Any]:
+        """torchtitan's default of what is our option ``here``, as values of ours; empty if it has none.
+
+        If its version had no such option, it was fixed to what became the first default.
+        """
+        named = {name: option for name, option in torchtitan_options().items() if option.here == here and option.since}
+        at_the_time = [name for name, option in named.items() if option.exists_before(self.file.day)]
+        for name in at_the_time or sorted(named, key=lambda name: named[name].since):
+            default = named[name].default_before(self.file.day)
+            translated = None if default is None else translate(name, default, self.file)
+            return translated if isinstance(translated, dict) else {}
+        return {}
 
     def to_set(self) -> list[str]:
         """What the user has to set or to provide."""
+        lines = []
         tokenizer = self.values.get("model.tokenizer_path", "")
-        missing = tokenizer and not Path(str(tokenizer)).exists()
-        given = [f"model.tokenizer_path: {tokenizer} does not exist here; name the tokenizer of the model"]
-        return [*(given if missing else []), *self.needs_data]
-
-
-def counterpart(name: str) -> tuple[str, str, str]:
-    """Our key for torchtitan's key ``name``, torchtitan's default and a note; ``name`` itself if only we have it."""
-    if name in FROM_TORCHTITAN:
-        return FROM_TORCHTITAN[name]
-    for pattern, entry in FROM_TORCHTITAN.items():
-        if pattern.endswith("*") and name.startswith(pattern[:-1]):
-            return entry
-    return (name, "", "") if name in default_options() else ("", "", "")
+        if tokenizer and not Path(str(tokenizer)).exists():
+            lines.append(f"model.tokenizer_path: {tokenizer} does not exist here; name the tokenizer of the model")
+        if self.values.get("data.name") == C4["name"]:
+            lines.append(f"data: c4 is {C4['name']} on the Hugging Face Hub; for files, set data.path")
+        elif "data.name" not in self.values and "data.path" not in self.values:
+            theirs = f"data: {self.file.get('training.dataset')} is a file of torchtitan's repository"
+            lines.append(f"{theirs}; set data.path, or the source code of Python is read")
+        if self.file.get("fault_tolerance.enable"):
+            lines.append("replicas.lighthouse: the address in torchtitan's TORCHFT_LIGHTHOUSE; see docs/replicas.md")
+        return lines
 
 
 SECTIONS = {name.partition(".")[0] for name in default_options()} - {"stages"}

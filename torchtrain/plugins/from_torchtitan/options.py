@@ -25,7 +25,7 @@ class TorchtitanOption:
     before: Mapping[str, Any] = field(default_factory=dict)
     """Older defaults, by the day on which they changed."""
     same: Sequence[Any] = ()
-    """Values that correspond to what torchtrain always does."""
+    """Values that have no effect, or whose effect torchtrain or another of its options has."""
     since: str = ""
     until: str = ""
     """The day on which torchtitan renamed or removed it; empty: it still has it."""
