@@ -85,6 +85,7 @@ KNOWN_PLUGINS = {
     "mlflow": {"config/schema.py"},
     "trackio": {"checkpoint/outputs.py", "config/schema.py", "metrics/writers.py"},
     "fingerprint": {"metrics/writers.py"},
+    "torchtitan": {"convert_config.py", "optimizers/lr_schedule.py"},
     **{word: set() for word in ("straggler", "lm_eval", "lighthouse", "torchft", "recheck", "s3fs", "kubernetes")},
 }
 
