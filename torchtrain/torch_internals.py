@@ -65,8 +65,6 @@ NAMES = {
 
 # Members that are used, replaced or set, and their purposes.
 MEMBERS = {
-    "torch.distributed.ProcessGroupGloo._Options._devices": "a gloo group that listens at a given address",
-    "torch.distributed.ProcessGroupGloo._Options._timeout": "the same",
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several dimensions",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",

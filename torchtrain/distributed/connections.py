@@ -69,17 +69,30 @@ def gloo_backend() -> str:
     return name
 
 
-def _new_single_thread_gloo(group: Any, _: object) -> Any:
-    """What PyTorch does for ``"gloo"``, apart from the number of threads."""
+def gloo_options(timeout: timedelta, host: str = "") -> Any:
+    """Options of a gloo group with one worker thread (``gloo_backend``), which listens at ``host``.
+
+    Without ``host`` it does as PyTorch does: at the interfaces in GLOO_SOCKET_IFNAME, or the address of the machine's
+    name.
+    """
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-    devices = [gloo.create_device(interface=interface) for interface in interfaces]
-    options._devices = devices or [gloo.create_default_device()]
+    if host:
+        options._devices = [gloo.create_device(hostname=host)]
+    else:
+        devices = [gloo.create_device(interface=interface) for interface in interfaces]
+        options._devices = devices or [gloo.create_default_device()]
     options._threads = 1
-    options._timeout = group.timeout
+    options._timeout = timeout
+    return options
+
+
+def _new_single_thread_gloo(group: Any, _: object) -> Any:
+    """What PyTorch does for ``"gloo"``, apart from the number of threads."""
+    options = gloo_options(group.timeout)
     options.global_ranks_in_group, options.group_name = group.global_ranks_in_group, group.group_id
-    return gloo(group.store, group.group_rank, group.group_size, options)
+    return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
 
 
 def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:

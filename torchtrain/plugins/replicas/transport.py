@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroupGloo as Gloo
 from torchft import ProcessGroupGloo
 from torchft.checkpointing import HTTPTransport
 
+from torchtrain.distributed.connections import gloo_options
 from torchtrain.errors import StorageError
 from torchtrain.torch_internals import _streaming_load
 
@@ -88,8 +89,4 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Gloo:
         self.store = store
         self._begins(store)
-        if not self._host:
-            return Gloo(store, rank, world_size, self._timeout)
-        options = Gloo._Options()  # type: ignore[attr-defined]
-        options._devices, options._timeout = [Gloo.create_device(hostname=self._host)], self._timeout
-        return Gloo(store, rank, world_size, options)
+        return Gloo(store, rank, world_size, gloo_options(self._timeout, self._host))
