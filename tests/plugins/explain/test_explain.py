@@ -3,6 +3,7 @@
 import atexit
 import gzip
 import json
+import os
 import random
 import re
 import shutil
@@ -284,6 +285,24 @@ def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -
     assert "&lt;" in text
     assert text.count("<p>") == 2
     assert 'src="' not in text
+    assert f"<title>run, step {BAD_STEP}</title>" in text
+    assert f"<h1>run, step {BAD_STEP}</h1>" in text
+    assert str(run[0]) not in text
+
+
+def test_a_file_name_that_is_not_utf8_is_shown_with_an_escape(tmp_path: Path) -> None:
+    data, page, exclude = tmp_path / "data", tmp_path / "page.html", tmp_path / "list.jsonl"
+    data.mkdir()
+    write_jsonl(data / os.fsdecode(b"caf\xe9.jsonl"), DOCUMENTS)
+    train(tmp_path / "run", CONFIG, f"--data.path={data}", "--training.steps=3")
+    options = ("--step=3", "--top=1", f"--html={page}", f"--exclude_to={exclude}")
+    result = run_command("torchtrain.explain", str(tmp_path / "run"), *options)
+    assert result.returncode == 0, result.stderr
+    assert r"caf\udce9.jsonl" in result.stdout
+    assert r"caf\udce9.jsonl" in page.read_text(encoding="utf-8")
+    listed = json.loads(exclude.read_text())
+    assert os.fsencode(listed["file"]).endswith(b"caf\xe9.jsonl")
+    assert listed["text_hash"] in map(text_hash, DOCUMENTS)
 
 
 def test_stages_and_ranks(tmp_path: Path) -> None:

@@ -76,12 +76,17 @@ def main(argv: Sequence[str]) -> int:
         for_exclusion=bool(options.exclude_to),
     )
     top = None if options.without_weights else options.top
-    if options.html:
-        with writing(options.html, "--html"):
-            Path(options.html).write_text(as_page(explanation, options.top), encoding="utf-8")
     if options.exclude_to:
         with writing(options.exclude_to, "--exclude_to"):
             Path(options.exclude_to).write_text(as_exclusions(explanation, top), encoding="utf-8")
+    if options.html:
+        with writing(options.html, "--html"):
+            Path(options.html).write_bytes(printable(as_page(explanation, options.top)).encode())
     text = json.dumps(as_json(explanation, top), indent=1) if options.json else as_text(explanation, top)
-    sys.stdout.write(f"{text}\n")
+    sys.stdout.write(f"{printable(text)}\n")
     return 0
+
+
+def printable(text: str) -> str:
+    """``text`` with an escape for each byte of a file name that is not UTF-8, which is a surrogate."""
+    return text.encode("utf-8", "backslashreplace").decode()

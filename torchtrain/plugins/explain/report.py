@@ -122,7 +122,7 @@ def place(document: Document) -> str:
 
 def as_page(explanation: Explanation, top: int) -> str:
     """A self-contained HTML page: the text of each listed document, its tokens colored by their loss."""
-    title = escape(f"{explanation.run.folder}, step {explanation.run.step}")
+    title = escape(f"{explanation.run.folder.resolve().name}, step {explanation.run.step}")
     parts = [
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
         f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<div>{escape(headline(explanation))}. ",
