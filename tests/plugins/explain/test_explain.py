@@ -231,7 +231,9 @@ def test_losses_of_documents_are_those_of_plain_pytorch(run: tuple[Path, str], t
         assert document["loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
     assert found["loss"] == pytest.approx(losses.mean().item(), rel=1e-6)
     assert found["loss"] == pytest.approx(logged_losses(folder)[5], rel=1e-6)
-    assert [of["loss"] for of in found["documents"]] == sorted((of["loss"] for of in found["documents"]), reverse=True)
+    scores = [of["score"] for of in found["documents"]]
+    assert scores == sorted(scores, reverse=True)
+    assert sum(of["size"] for of in found["documents"]) == pytest.approx(1)
 
 
 def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> None:
@@ -260,6 +262,15 @@ def test_gradients_of_rows_add_up_to_that_of_the_step(sums: str, run: tuple[Path
     assert max(map(abs, bounds)) <= 1 + 1e-6
     (one,) = explain(tmp_path / "run", "--step=5", "--gradients", "--rows=2")["gradients"]
     assert one == found[2]
+    documents = explain(tmp_path / "run", "--step=5", "--top=1000")["documents"]
+    for of in found:
+        shares = [document["gradient_share"] for document in documents if document["row"] == of["row"]]
+        assert len(shares) > 1
+        assert sum(shares) == pytest.approx(of["share"], rel=1e-4, abs=1e-6)
+    compared = explain(tmp_path / "run", "--step=5", "--top=1000", "--without-gradients")["documents"]
+    assert {document["gradient_share"] for document in compared} == {None}
+    signals = {(document["row"], document["begin"]): document["signals"] for document in documents}
+    assert signals == {(document["row"], document["begin"]): document["signals"] for document in compared}
 
 
 def test_the_gradient_of_a_single_row_is_that_of_the_step(run: tuple[Path, str], tmp_path: Path) -> None:
@@ -288,6 +299,34 @@ def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -
     assert f"<title>run, step {BAD_STEP}</title>" in text
     assert f"<h1>run, step {BAD_STEP}</h1>" in text
     assert str(run[0]) not in text
+    assert "its tokens are rare in other documents" in top[0]["reasons"]
+
+
+def test_a_repeated_word_comes_first_and_the_columns_disagree(tmp_path: Path) -> None:
+    choice = random.Random(0)
+    words = ["import", "return", "class", "self", "value", "index", "error", "string", "file", "list", "number", "test"]
+    texts = [" ".join(choice.choices(words, k=24)) for _ in range(48)]
+    texts[20] = "value " * 40
+    train(tmp_path / "run", CONFIG, f"--data.path={write_jsonl(tmp_path / 'words.jsonl', texts)}")
+    config = from_text((tmp_path / "run/config.toml").read_text(), "config.toml")
+    loader = make_loader(replace(config.data, prefetch=0), range(4), batch=4)
+    steps = []
+    for step in range(1, 9):
+        pieces = [piece for row in loader.locate() for piece in row or ()]
+        steps += [step] * sum(piece.tokens > 20 and piece.place.position == "line 21" for piece in pieces)
+        next(loader)
+    loader.close()
+    result = run_command("torchtrain.explain", str(tmp_path / "run"), f"--step={steps[-1]}")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines[:4])) <= 100
+    assert re.fullmatch(r"listed by score; the columns disagree: the first is number \d+ by mean loss", lines[2])
+    assert re.match(r"  1 +\d+\.\d  \d\.\d{3}", lines[4])
+    assert "it repeats itself" in lines[5]
+    assert any(", line 21: " in line for line in lines[6:8]), lines
+    documents = explain(tmp_path / "run", f"--step={steps[-1]}")["documents"]
+    assert documents[0]["gradient_share"] == max(of["gradient_share"] for of in documents) > 2 * documents[0]["size"]
+    assert documents[0]["loss"] < max(of["loss"] for of in documents)
 
 
 def test_a_file_name_that_is_not_utf8_is_shown_with_an_escape(tmp_path: Path) -> None:
@@ -303,6 +342,16 @@ def test_a_file_name_that_is_not_utf8_is_shown_with_an_escape(tmp_path: Path) ->
     listed = json.loads(exclude.read_text())
     assert os.fsencode(listed["file"]).endswith(b"caf\xe9.jsonl")
     assert listed["text_hash"] in map(text_hash, DOCUMENTS)
+
+
+def test_the_last_step_of_data_that_end_is_explained_and_no_step_after_it(tmp_path: Path) -> None:
+    data = write_jsonl(tmp_path / "texts.jsonl", DOCUMENTS[:12])
+    train(tmp_path / "run", CONFIG, f"--data.path={data}", "--data.when_exhausted=stop", "--training.steps=100")
+    losses = logged_losses(tmp_path / "run")
+    found = explain(tmp_path / "run", f"--step={max(losses)}")
+    assert found["loss"] == pytest.approx(losses[max(losses)], rel=1e-6)
+    message = explain(tmp_path / "run", f"--step={max(losses) + 1}", code=2)
+    assert f"the data end before step {max(losses) + 1}: step {max(losses)} is the last one" in message
 
 
 def test_stages_and_ranks(tmp_path: Path) -> None:
@@ -339,6 +388,7 @@ def test_stages_and_ranks(tmp_path: Path) -> None:
 def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
     folder, _ = run
     assert "is not the folder of a run" in explain(tmp_path, "--step=1", code=2)
+    assert "exclude each other" in explain(folder, "--step=1", "--gradients", "--without-gradients", code=2)
     for arguments, message in {
         (str(folder), 0, ()): r"--step 0 must be from 1 to 8, the last step of the run",
         (str(folder), 9, ()): r"--step 9 must be from 1 to 8",

@@ -1,6 +1,7 @@
-"""List the documents in a step of a run, with their losses: ``python -m torchtrain.explain RUN --step N``.
+"""List the documents in a step of a run, the most unusual first: ``python -m torchtrain.explain RUN --step N``.
 
-The losses are those under the weights before the step. Nothing is written into the run's folder. See docs/explain.md.
+Losses and gradients are those under the weights before the step. Nothing is written into the run's folder. See
+docs/explain.md.
 """
 
 import json
@@ -19,6 +20,8 @@ from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_file, writing
 
+CANDIDATES = 20  # documents whose share of the gradient is computed
+
 
 @dataclass(frozen=True)
 class ExplainOptions:
@@ -29,13 +32,15 @@ class ExplainOptions:
     rows: tuple[int, ...] = ()
     """Rows of the global batch, from 0 on; by default all."""
     top: Count = 20
-    """Number of documents to list, those with the highest losses."""
+    """Number of documents to list, those with the highest scores."""
     json: bool = False
     """Print JSON."""
     html: LocalPath = ""
     """HTML file for a page with the loss of each token."""
     gradients: bool = False
     """Also list the norm of the gradient of each row, and its share in that of the step."""
+    without_gradients: bool = False
+    """Compare losses and texts only: no row has a backward, and no memory is needed for gradients."""
     exclude_to: LocalPath = ""
     """File for the documents that are listed, for data.exclude: a run without them."""
     without_weights: bool = False
@@ -49,6 +54,8 @@ class ExplainOptions:
             raise ConfigError("--html shows the losses of tokens: leave out --without-weights")
         if self.gradients and self.without_weights:
             raise ConfigError("--gradients needs the weights: leave out --without-weights")
+        if self.gradients and self.without_gradients:
+            raise ConfigError("--gradients and --without-gradients exclude each other: leave out one of them")
         if self.html:
             require_file(self.html, "--html")
         if self.exclude_to:
@@ -72,7 +79,8 @@ def main(argv: Sequence[str]) -> int:
     explanation = explain(
         run,
         with_weights=not options.without_weights,
-        with_gradients=options.gradients,
+        candidates=0 if options.without_gradients else max(CANDIDATES, options.top),
+        with_row_gradients=options.gradients,
         for_exclusion=bool(options.exclude_to),
     )
     top = None if options.without_weights else options.top

@@ -2,14 +2,19 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from torchtrain.datasets.tokenizers import Tokenizer
-from torchtrain.plugins.explain.explanation import Document, Explanation, RowGradient
+from torchtrain.plugins.explain.explanation import Document, Explanation, RowGradient, by_score
 
-SHOWN_CHARACTERS = 60
+COLUMNS = 80
+MIN_CHARACTERS = 30  # of a text that are shown, also if the line is longer than COLUMNS then
+INDENT = " " * 5
+REASON_SCORE, REASON_PULL = 3.0, 2.0  # from which on a score or a pull is a reason
+FEW_TOKENS = 16
 DECODED_TOKENS = 60  # of which the beginning of a text is decoded
 CONTEXT_TOKENS = 4  # with which a token is decoded, since it may be part of a character
 DARKEST_LOSS = 12.0  # nats
@@ -55,6 +60,10 @@ def _values(document: Document, tokenizer: Tokenizer) -> dict[str, Any]:
     if document.losses is not None:
         values |= {"loss": finite(document.loss), "loss_sum": finite(document.loss_sum)}
         values["predicted"] = document.predicted
+    if document.signals:
+        values |= {"score": finite(document.score), "reasons": reasons(document), "size": document.size}
+        values |= {"gradient_share": finite(document.gradient_share), "pull": finite(document.pull)}
+        values["signals"] = {name: vars(signal) for name, signal in document.signals.items()}
     return values
 
 
@@ -76,16 +85,72 @@ def beginning(document: Document, tokenizer: Tokenizer) -> str:
 
 
 def as_text(explanation: Explanation, top: int | None) -> str:
-    """A line about the step, one for the gradient of each row, and two for each listed document."""
-    lines = [headline(explanation)]
+    """Two lines about the step, one for the gradient of each row, and some for each listed document."""
+    lines = headline(explanation)
     by_share = sorted(explanation.gradients, key=lambda of: of.share, reverse=True)
     lines += [f"row {of.row}: gradient norm {of.norm:.4g}, {of.share:.1%} of the step's gradient" for of in by_share]
-    for document in explanation.listed(top):
+    if explanation.weights is not None:
+        lines += [
+            disagreement(explanation),
+            f"{INDENT}score   loss  expected  of tokens  of gradient  place in the batch",
+        ]
+    for number, document in enumerate(explanation.listed(top), 1):
+        if explanation.weights is None:
+            lines.append(where(document))
+        else:
+            lines.append(f"{number:3}  {columns(document)}  {where(document)}")
+            why = "; ".join(reasons(document))
+            lines += textwrap.wrap(why, COLUMNS, initial_indent=INDENT, subsequent_indent=INDENT)
         text = " ".join(beginning(document, explanation.tokenizer).split())
-        shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
-        loss = "" if document.losses is None else f"loss {document.loss:.4f} (sum {document.loss_sum:.1f}), "
-        lines += [f"{loss}{where(document)}", f"  {place(document)}: {shown!r}"]
+        begin = f"{INDENT}{place(document)}: "
+        room = max(MIN_CHARACTERS, COLUMNS - len(begin) - 2)
+        lines.append(f"{begin}{text if len(text) <= room else f'{text[: room - 3]}...'!r}")
     return "\n".join(lines)
+
+
+def columns(document: Document) -> str:
+    """The score of a document, and what it comes from."""
+    expected = document.signals["loss"].expected
+    share = "-" if math.isnan(document.gradient_share) else f"{document.gradient_share:.1%}"
+    return f"{document.score:5.1f}{document.loss:7.3f}{expected:10.3f}{document.size:11.1%}{share:>13}"
+
+
+def reasons(document: Document) -> list[str]:
+    """Why a document is unusual, the strongest reason first."""
+    if not math.isfinite(document.loss):
+        return ["its loss is not finite"]
+    loss = document.signals["loss"]
+    away = loss.value - loss.expected
+    found = [
+        (loss.score, f"its loss is {away:.2f} above that of other documents"),
+        (-loss.score, f"its loss is {-away:.2f} below that of other documents"),
+        (document.signals["rarity"].score, "its tokens are rare in other documents"),
+        (document.signals["repetition"].score, "it repeats itself"),
+        (document.signals["copies"].score, "other documents have the same passages"),
+        (
+            REASON_SCORE + math.log2(document.pull / REASON_PULL) if document.pull > 0 else 0.0,
+            f"it moves the weights {document.pull:.1f} times as much as its size explains",
+        ),
+    ]
+    found.sort(key=lambda reason: reason[0], reverse=True)
+    few = [f"it has only {document.predicted} tokens here"] * (document.predicted < FEW_TOKENS)
+    return [text for score, text in found if score >= REASON_SCORE] + few
+
+
+def disagreement(explanation: Explanation) -> str:
+    """Whether mean losses and shares of the gradient name the document that comes first, too."""
+    ordered = by_score(explanation.documents)
+    others = []
+    for name, values in {
+        "mean loss": [of.loss for of in ordered],
+        "share of the gradient": [of.gradient_share for of in ordered],
+    }.items():
+        known = [(value, -number) for number, value in enumerate(values, 1) if not math.isnan(value)]
+        if known and (number := -max(known)[1]) > 1:
+            others.append(f"number {number} by {name}")
+    if not others:
+        return "listed by score"
+    return f"listed by score; the columns disagree: the first is {', and '.join(others)}"
 
 
 def as_exclusions(explanation: Explanation, top: int | None) -> str:
@@ -98,13 +163,11 @@ def as_exclusions(explanation: Explanation, top: int | None) -> str:
     return "".join(f"{line}\n" for line in lines.values())
 
 
-def headline(explanation: Explanation) -> str:
+def headline(explanation: Explanation) -> list[str]:
     """What is listed, and under which weights."""
     run, documents, weights = explanation.run, explanation.documents, explanation.weights
     counts = f"step {run.step}: {len(documents)} pieces of documents in {len(run.rows)} row(s)"
-    if weights is None:
-        return counts
-    return f"{counts}, mean loss {mean_loss(documents):.4f}; weights: {weights}"
+    return [counts] if weights is None else [f"{counts}, mean loss {mean_loss(documents):.4f}", f"weights: {weights}"]
 
 
 def where(document: Document) -> str:
@@ -123,14 +186,16 @@ def place(document: Document) -> str:
 def as_page(explanation: Explanation, top: int) -> str:
     """A self-contained HTML page: the text of each listed document, its tokens colored by their loss."""
     title = escape(f"{explanation.run.folder.resolve().name}, step {explanation.run.step}")
+    about = "; ".join((*headline(explanation), disagreement(explanation)))
     parts = [
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>',
-        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<div>{escape(headline(explanation))}. ",
+        f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n<div>{escape(about)}. ",
         f"The darker a token, the higher its loss, up to {DARKEST_LOSS:.0f} nats.</div>",
     ]
-    for document in explanation.listed(top):
-        head = f"loss {document.loss:.4f}: {where(document)}"
-        parts.append(f"<h2>{escape(head)}</h2>\n<div>{escape(place(document))}</div>")
+    for number, document in enumerate(explanation.listed(top), 1):
+        head = f"{number}. score {document.score:.1f}, loss {document.loss:.4f}: {where(document)}"
+        why = "; ".join(reasons(document))
+        parts.append(f"<h2>{escape(head)}</h2>\n<div>{escape(why)}</div>\n<div>{escape(place(document))}</div>")
         parts.append(f"<p>{_colored(document, explanation.tokenizer)}</p>")
     return "\n".join([*parts, "</body></html>\n"])
 
