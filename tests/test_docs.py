@@ -134,12 +134,12 @@ LISTED = {
     "test_compare.py runs a similar command",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "test_compare.py runs a similar command",
-    "python -m torchtrain.explain outputs/my_texts --step 35 --top 1 --exclude-to list.jsonl": (
+    "python -m torchtrain.explain outputs/my_texts --step 24 --top 1 --exclude-to list.jsonl": (
         "needs a run of other options; tests/plugins/explain/test_explain.py runs its like"
     ),
     "python -m torchtrain.train --job.config_file my_texts.toml --data.exclude list.jsonl --job.dump_folder "
     "outputs/without": "the same",
-    "python -m torchtrain.explain outputs/my_texts --step 35 --top 3": "needs a run of other options; "
+    "python -m torchtrain.explain outputs/my_texts --step 24 --top 3": "needs a run of other options; "
     "test_explain.py runs a similar command",
     "./run_llama_train.sh --comparison.fingerprint_steps 1 2": "run with more options by test_compare.py",
     "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
@@ -169,6 +169,8 @@ LISTED = {
     "NGPU=3 ./run_llama_train.sh --recheck.interval 10 --job.dump_folder outputs/checked": (
         "test_recheck.py has smaller models"
     ),
+    "python scripts/faults/poisoned_documents.py": "takes minutes; test_poisoned_document.py makes some of the runs",
+    "python scripts/benchmarks/benchmark_explain.py --gradients": "takes minutes",
     "python scripts/faults/recheck_faults.py --steps 20": "takes ten minutes; test_recheck.py has a short version",
     'python scripts/faults/recheck_faults.py --clean 1000 --layouts "3 ranks" "HSDP 2 x 2"': "takes minutes",
     "python scripts/faults/recheck_faults.py --cost 20": "takes minutes",

@@ -15,6 +15,7 @@ from data_samples import write_jsonl
 from forked_command import run_command
 from forked_run import different_tensors, saved_tensors
 from json_tokenizers import save_tokenizer
+from poisoned_documents import FIRST, SECOND, explain_run
 
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
@@ -153,7 +154,7 @@ keep_latest_k = 1000
     inputs, labels = read(run / f"fingerprints/step-{step}").rows[poison["row"]]
     window = [*inputs.tolist(), int(labels[-1])]
     assert window[poison["begin"] : poison["begin"] + poison["tokens"]] == tokens
-    assert documents[1]["loss"] < poison["loss"]
+    assert documents[1]["score"] < poison["score"]
     if number >= len(LAYOUTS) * len(KINDS):
         return
     # Without it: from the last checkpoint before its first tokens, and from the beginning.
@@ -171,3 +172,22 @@ keep_latest_k = 1000
     of_resumed, of_whole, of_run = (saved_tensors(folder, end) for folder in (resumed, whole, run))
     assert different_tensors(of_resumed, of_whole) == []
     assert different_tensors(of_run, of_whole) != []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "150 times one word",
+        "gibberish, third epoch",
+        "near-duplicates fill a batch",
+        "a document 8 times, third epoch",
+        "a line of code 20 times",
+    ],
+)
+def test_a_document_whose_mean_loss_is_not_the_highest_comes_first(kind: str, tmp_path: Path) -> None:
+    (case,) = (case for case in FIRST + SECOND if case.kind == kind)
+    found = explain_run(case, tmp_path)
+    assert found.by_score == 1
+    assert found.without_gradients == 1

@@ -13,7 +13,7 @@ from torchtrain.plugins.explain.explanation import Document, Explanation, RowGra
 COLUMNS = 80
 MIN_CHARACTERS = 30  # of a text that are shown, also if the line is longer than COLUMNS then
 INDENT = " " * 5
-REASON_SCORE, REASON_PULL = 3.0, 2.0  # from which on a score or a pull is a reason
+REASON_SCORE, REASON_PULL = 2.0, 2.0  # from which on a score or a pull is a reason
 FEW_TOKENS = 16
 DECODED_TOKENS = 60  # of which the beginning of a text is decoded
 CONTEXT_TOKENS = 4  # with which a token is decoded, since it may be part of a character
@@ -90,19 +90,20 @@ def as_text(explanation: Explanation, top: int | None) -> str:
     by_share = sorted(explanation.gradients, key=lambda of: of.share, reverse=True)
     lines += [f"row {of.row}: gradient norm {of.norm:.4g}, {of.share:.1%} of the step's gradient" for of in by_share]
     if explanation.weights is not None:
-        lines += [
-            disagreement(explanation),
-            f"{INDENT}score   loss  expected  of tokens  of gradient  place in the batch",
-        ]
+        lines += textwrap.wrap(disagreement(explanation), COLUMNS)
+        lines.append(f"{INDENT}score   loss  expected  of tokens  of gradient  place in the batch")
     for number, document in enumerate(explanation.listed(top), 1):
         if explanation.weights is None:
             lines.append(where(document))
         else:
-            lines.append(f"{number:3}  {columns(document)}  {where(document)}")
+            end = document.begin + len(document.tokens) - 1
+            in_batch = f"row {document.row}, tokens {document.begin} to {end}"
+            lines.append(f"{number:3}  {columns(document)}  {in_batch}")
             why = "; ".join(reasons(document))
             lines += textwrap.wrap(why, COLUMNS, initial_indent=INDENT, subsequent_indent=INDENT)
         text = " ".join(beginning(document, explanation.tokenizer).split())
-        begin = f"{INDENT}{place(document)}: "
+        offset = f", from its token {document.offset} on" * bool(document.offset and document.losses is not None)
+        begin = f"{INDENT}{place(document)}{offset}: "
         room = max(MIN_CHARACTERS, COLUMNS - len(begin) - 2)
         lines.append(f"{begin}{text if len(text) <= room else f'{text[: room - 3]}...'!r}")
     return "\n".join(lines)
@@ -140,17 +141,16 @@ def reasons(document: Document) -> list[str]:
 def disagreement(explanation: Explanation) -> str:
     """Whether mean losses and shares of the gradient name the document that comes first, too."""
     ordered = by_score(explanation.documents)
-    others = []
+    names_of: dict[int, list[str]] = {}
     for name, values in {
         "mean loss": [of.loss for of in ordered],
         "share of the gradient": [of.gradient_share for of in ordered],
     }.items():
         known = [(value, -number) for number, value in enumerate(values, 1) if not math.isnan(value)]
         if known and (number := -max(known)[1]) > 1:
-            others.append(f"number {number} by {name}")
-    if not others:
-        return "listed by score"
-    return f"listed by score; the columns disagree: the first is {', and '.join(others)}"
+            names_of.setdefault(number, []).append(name)
+    others = [f"number {number} is first by {' and '.join(names)}" for number, names in names_of.items()]
+    return f"listed by score{'; the columns disagree: ' if others else ''}{', '.join(others)}"
 
 
 def as_exclusions(explanation: Explanation, top: int | None) -> str:
