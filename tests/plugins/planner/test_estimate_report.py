@@ -32,7 +32,8 @@ def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) ->
     n = r"[0-9.,e+-]+"
     assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%", fits)
     assert re.fullmatch(f"{n} to {n} days, {n} to {n} GPU-hours", duration)
-    assert assumed == "for 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s between two of a machine"
+    of_gpus = "on 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s between two of a machine"
+    assert assumed == f"6.82M parameters, with a vocabulary of 4,096; {of_gpus}"
     attention = "attention by cuDNN, as PyTorch chooses if it is newer than 9.15"
     assert machines == f"machines of 8 GPUs with 3,200 Gb/s each; {attention}"
     assert layout == "shard 2, tensor 2; 2.05K tokens in each of 100 steps, 205K in all"
@@ -111,7 +112,25 @@ def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
     assert options
     assert estimated("--estimate.memory_gib", between, "--activation_checkpoint.mode", options[1])[1].fits
     text, _ = estimated("--estimate.memory_gib", "0.001")
-    assert text == "use more GPUs, which shard parameters and states further; --estimate.search tries all layouts"
+    assert text.startswith("more GPUs alone are not enough, because activations and gathered parameters take the mem")
+
+
+@pytest.mark.parametrize("degrees", [(), ("--parallelism.data_parallel_shard_degree", "1")])
+def test_advice_names_the_number_of_gpus_that_are_enough(degrees: tuple[str, ...]) -> None:
+    """Of a model whose states are most of its memory."""
+    wide = [*OPTIONS, "--model.shape.dim=1024", "--training.seq_len=64", "--training.local_batch_size=1", *degrees]
+
+    def on(gpus: int, *options: str) -> tuple[Estimate, str]:
+        sharded = [option if option != "1" or gpus == 1 else str(gpus) for option in wide]
+        config = parse([*sharded, "--estimate.world_size", str(gpus), *options], "torchtrain.estimate", "")
+        model, gpu = resolve_model_config(config), resolve_gpu(config)
+        result = estimate(config, model, gpu)
+        return result, advice(config, result, model, gpu)
+
+    two, four = (on(gpus)[0].peak_reserved_gib for gpus in (2, 4))
+    result, text = on(1, "--estimate.memory_gib", str((two + four) / 2))
+    assert not result.fits
+    assert text == f"it fits with 4 GPUs ({four:.1f} GiB); --estimate.search tries all layouts"
 
 
 def test_advice_of_a_smaller_batch_keeps_the_global_batch() -> None:

@@ -93,7 +93,7 @@ def _three_digits(value: float) -> str:
 
 
 # The highest of the published runs in bfloat16 that are known to us, by compute capability (docs/estimate.md).
-HIGHEST_PUBLISHED_MFU = {8: 0.68, 9: 0.51}
+HIGHEST_PUBLISHED_MFU = {8: 0.68, 9: 0.625}
 ATTENTION = {
     "cudnn": "cuDNN, as PyTorch chooses if it is newer than 9.15",
     "fa3": "FlashAttention 3",
@@ -103,13 +103,15 @@ ATTENTION = {
 
 
 def assumptions(estimate: Estimate) -> str:
-    """The GPUs and the attention kernel, the layout and the length of the run."""
+    """The model, the GPUs and the attention kernel, the layout and the length of the run."""
     gpu, tokens = estimate.gpu, estimate.steps * estimate.global_tokens
     network = gpu.network_bandwidth * estimate.gpus_per_node * 8e-9
     degrees = {name: degree for name, degree in asdict(estimate.degrees).items() if degree > 1}
     layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"
+    gpus = f"{estimate.world_size:,} GPU{'s' * (estimate.world_size > 1)}"
     return (
-        f"for {estimate.world_size:,} GPUs of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, "
+        f"{format_tokens(estimate.parameters)} parameters, with a vocabulary of {estimate.vocab_size:,}; "
+        f"on {gpus} of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, "
         f"{gpu.link_bandwidth * 8e-9:,.0f} Gb/s between two of a machine\n"
         f"machines of {estimate.gpus_per_node} GPUs with {network:,.0f} Gb/s each; attention by "
         f"{ATTENTION[estimate.attention]}\n"

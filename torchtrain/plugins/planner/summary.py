@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims
-from torchtrain.models.spec import DecoderConfig, flops_per_token
+from torchtrain.models.spec import DecoderConfig, count_parameters, flops_per_token
 from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.plugins.planner.allocator import peak_reserved
 from torchtrain.plugins.planner.attention import DIRECT_CALLS, kernel_of
@@ -125,6 +125,9 @@ class Estimate:
     """The kernel that is assumed: cudnn, fa3, flash or flex."""
     dollars_per_gpu_hour: float = 0.0
     is_float8: bool = False
+    parameters: int = 0
+    """Of the model."""
+    vocab_size: int = 0
 
     @property
     def world_size(self) -> int:
@@ -173,6 +176,8 @@ class Estimate:
     def as_dict(self) -> dict[str, Any]:
         """Return the estimate as JSON values."""
         return {
+            "parameters": self.parameters,
+            "vocab_size": self.vocab_size,
             "ranks": self.ranks,
             "fits": self.fits,
             "memory_gib": self.gpu.memory_gib,
@@ -343,4 +348,6 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         attention,
         options.dollars_per_gpu_hour,
         linear_conversion(config) is not None,
+        count_parameters(model_config),
+        model_config.vocab_size,
     )
