@@ -16,7 +16,15 @@ from torchtrain.config.schema import default_options, flat
 from torchtrain.errors import ConfigError
 from torchtrain.files import printable
 from torchtrain.plugins.from_torchtitan.options import TOML_ENDS, find_option, torchtitan_options, versions_with
-from torchtrain.plugins.from_torchtitan.values import C4, FILTERS, NORM_DECAY, LeftOut, TorchtitanFile, translate
+from torchtrain.plugins.from_torchtitan.values import (
+    C4,
+    FILTERS,
+    NORM_DECAY,
+    SMALL_DATASETS,
+    LeftOut,
+    TorchtitanFile,
+    translate,
+)
 
 # Sections whose defaults matter only if this option is on.
 SWITCHES = {
@@ -229,8 +237,9 @@ class Conversion:
         if self.values.get("data.name") == C4["name"]:
             lines.append(f"data: c4 is {C4['name']} on the Hugging Face Hub; for files, set data.path")
         elif "data.name" not in self.values and "data.path" not in self.values:
-            theirs = f"data: {self.file.get('training.dataset')} is a file of torchtitan's repository"
-            lines.append(f"{theirs}; set data.path, or the source code of Python is read")
+            theirs = self.file.get("training.dataset")
+            what = "a file of torchtitan's repository" if theirs in SMALL_DATASETS else "torchtitan's default"
+            lines.append(f"data: {theirs} is {what}; set data.path, or the source code of Python is read")
         if self.file.get("fault_tolerance.enable"):
             lines.append("replicas.lighthouse: the address in torchtitan's TORCHFT_LIGHTHOUSE; see docs/replicas.md")
         return lines

@@ -107,6 +107,8 @@ def translate(name: str, value: Any, file: TorchtitanFile) -> Translated:
         return LeftOut(option.note, has_effect=value not in (option.default_before(file.day), *option.same))
     if option.here == "optimizer.implementation" and value == "fused_opt_states_bf16":
         return {option.here: "fused", "optimizer.state_dtype": "bfloat16"}
+    if name == "training.steps" and value == -1:  # until 2024-02
+        return LeftOut("a run has a number of steps, by default 10000")
     if option.here == "optimizer.weight_decay":  # torchtitan also decays norms
         return {option.here: value, NORM_DECAY: value}
     if option.here == "job.import":  # torchtitan has one module
