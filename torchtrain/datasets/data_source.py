@@ -24,6 +24,14 @@ State = tuple[int, ...]
 One = TypeVar("One", bound=SourceConfig)
 
 
+def utf8(text: str) -> bytes:
+    """``text`` in UTF-8, with "?" in place of a lone surrogate, which JSON can contain, as tokenizers read it.
+
+    Hashes are of these bytes, because some formats in which a document is stored cannot contain a lone surrogate.
+    """
+    return text.encode("utf-8", "replace")
+
+
 @dataclass(frozen=True)
 class SavedPosition:
     """The position of a source in a run with another global batch size or sequence length."""

@@ -6,21 +6,13 @@ from typing import Any
 
 import xxhash
 
-from torchtrain.datasets.data_source import Exclusions, Place
+from torchtrain.datasets.data_source import Exclusions, Place, utf8
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, parse_json, read_file
 
 MAX_LIST_BYTES = 2**34  # of the list; a line has about 100 bytes
 KEYS = ("text_hash", "file", "position")
 TEXT_HASH = re.compile("[0-9a-f]{32}")
-
-
-def utf8(text: str) -> bytes:
-    """``text`` in UTF-8, with "?" in place of a lone surrogate, which JSON can contain, as tokenizers read it.
-
-    Hashes are of these bytes, because some formats in which a document is stored cannot contain a lone surrogate.
-    """
-    return text.encode("utf-8", "replace")
 
 
 def text_hash(text: str) -> str:

@@ -3,8 +3,7 @@
 import xxhash
 
 from torchtrain.datasets.data_identity import FileTable
-from torchtrain.datasets.data_source import DataSource, Place, SourceSize
-from torchtrain.datasets.exclusions import utf8
+from torchtrain.datasets.data_source import DataSource, Place, SourceSize, utf8
 from torchtrain.datasets.packing import DocumentSource
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError

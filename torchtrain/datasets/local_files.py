@@ -21,8 +21,7 @@ import xxhash
 
 from torchtrain.datasets.conversion_cache import Record, copies_folder
 from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity, shortened
-from torchtrain.datasets.data_source import Place
-from torchtrain.datasets.exclusions import utf8
+from torchtrain.datasets.data_source import Place, utf8
 from torchtrain.datasets.file_formats import (
     HEAD_BYTES,
     LARGEST_TEXT_FILE_BYTES,

@@ -28,8 +28,9 @@ from torchtrain.datasets.data_source import (
     Stream,
     StreamRequest,
     Tokens,
+    utf8,
 )
-from torchtrain.datasets.exclusions import text_hash, utf8
+from torchtrain.datasets.exclusions import text_hash
 from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
