@@ -52,6 +52,7 @@ MOVING = re.compile(rf"({STEP.pattern})\.[0-9a-f]{{8}}\.moving")
 # Names of checkpoints: complete, found to be damaged, or superseded after a rollback.
 ONCE_A_CHECKPOINT = re.compile(STEP.pattern + r"(\.(damaged|superseded)(-[0-9]+)?)?")
 LEASE_FILE = "generation.json"
+NOTES = "notes"  # the folder of ``write_note``
 BEING_WRITTEN_SECONDS = 60  # another start may be writing a temporary file younger than this
 
 
@@ -199,6 +200,8 @@ def _open_no_link(path: str, flags: int) -> int:
 class LocalStorage(CheckpointStorage):
     """``step-N`` folders in ``folder``."""
 
+    keeps_notes = True
+
     def __init__(self, location: str) -> None:
         super().__init__(location)
         folder = local_path(location)
@@ -300,6 +303,26 @@ class LocalStorage(CheckpointStorage):
                 f"{file} cannot be written ({error.strerror}), so no checkpoint can be saved: free disk space, allow "
                 "this user to write there, or use another job.dump_folder"
             ) from error
+
+    def write_note(self, name: str, content: bytes) -> None:
+        # In place: over NFS, a name may refer for up to a minute to a file that another one has replaced.
+        path = self.folder / NOTES / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}") from error
+
+    def read_notes(self) -> dict[str, bytes]:
+        found = {}
+        for name in names_in(self.folder / NOTES):
+            with suppress(*MISSING):  # deleted meanwhile
+                found[name] = read_file(self.folder / NOTES / name)
+        return found
+
+    def delete_note(self, name: str) -> None:
+        with suppress(OSError):
+            (self.folder / NOTES / name).unlink()
 
     def remove_left_overs(self, require_lease: Callable[[], None]) -> None:
         """Remove the temporary files of earlier starts, which these were writing when they were killed.

@@ -189,6 +189,8 @@ class CheckpointStorage(ABC):
 
     keeps_outputs = False
     """Whether ``store_output`` stores files, because the storage outlives the disk of the dump folder."""
+    keeps_notes = False
+    """Whether ``write_note`` stores notes."""
 
     def __init__(self, location: str) -> None:
         self.location = location
@@ -272,6 +274,20 @@ class CheckpointStorage(ABC):
 
         The file may grow meanwhile. Called in a background thread, only if ``keeps_outputs``.
         """
+
+    def write_note(self, name: str, content: bytes) -> None:  # noqa: B027
+        """Store ``content``, less than 1 KiB, beside the checkpoints, in place of an earlier note of this name.
+
+        By notes, processes that share nothing else know of each other. Each name has one writer, which needs no lease.
+        A reader may get a part of a note that is being written. Does nothing unless ``keeps_notes``.
+        """
+
+    def read_notes(self) -> dict[str, bytes]:
+        """The notes by name."""
+        return {}
+
+    def delete_note(self, name: str) -> None:  # noqa: B027
+        """Delete a note, which may be missing."""
 
     def remove_left_overs(self, require_lease: Callable[[], None]) -> None:  # noqa: B027
         """Remove what killed starts have left; afterwards these can no longer complete a checkpoint.

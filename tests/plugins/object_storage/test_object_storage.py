@@ -764,3 +764,17 @@ def test_status_of_a_save_names_why_its_requests_are_repeated(monkeypatch: pytes
     assert "writes its part since" in statuses[1]
     assert statuses[1].endswith(".distcp: 503 slow down)")
     assert run.manager.storage.store.problem == ""  # type: ignore[attr-defined]
+
+
+def test_notes_are_beside_the_checkpoints() -> None:
+    writer, reader = storage(), storage()
+    assert reader.read_notes() == {}
+    writer.write_note("a", b"1")
+    writer.write_note("a", b"2")
+    writer.write_note("b", b"3")
+    writer.delete_note("b")
+    writer.delete_note("missing")
+    assert reader.read_notes() == {"a": b"2"}
+    resume(0)
+    assert reader.read_notes() == {"a": b"2"}  # a start does not remove them
+    assert reader.names() == []

@@ -8,6 +8,7 @@ create the same object, one succeeds. The objects below ``checkpoint.folder`` ar
     step-500.3-1f0c.2/manifest.json           created last: now the checkpoint is complete
     step-400.2-77ab.1.superseded.3            a marker of generation 3: the checkpoint does not count any more
     outputs/metrics.jsonl, ...                copies of metrics and reports after the last save; no start reads them
+    notes/NAME                                small files by which processes of the run know of each other
 
 Only what the newest lease allows counts: the checkpoints that its record names, and the checkpoints and markers of the
 generations from ``since`` on. When a start acquires the lease, ``since`` is the generation of the previous start, which
@@ -62,6 +63,7 @@ MARKER = re.compile(rf"({STEP.pattern}(?:\.[0-9a-f.-]+)?)\.(damaged|superseded|d
 LEASE_FILE = re.compile(r"[0-9]{8,}\.json")
 ACCESS_FILE = re.compile(r"access-[0-9a-f]{32}")  # see ``ObjectStore.check_access``
 OUTPUTS = "outputs"  # folder of the copies of metrics and reports
+NOTES = "notes"  # folder of ``write_note``
 EXPORT, EXPORT_ORIGIN = "hf", "hf_made_from.json"  # folder of the export, and what it was made from
 HEAD_METHODS = ("info", "cat_file")  # of fsspec, which begin with a HEAD request
 REQUESTS = 8  # at a time
@@ -419,6 +421,7 @@ class ObjectStorage(CheckpointStorage):
     """Checkpoints below a URL such as s3://bucket/run/checkpoint."""
 
     keeps_outputs = True
+    keeps_notes = True
 
     def __init__(self, location: str) -> None:
         super().__init__(location.rstrip("/"))
@@ -547,6 +550,19 @@ class ObjectStorage(CheckpointStorage):
                 shutil.copyfileobj(content, copy)
             copy.flush()
             self.store.upload_file(Path(copy.name), f"{OUTPUTS}/{name}")
+
+    def write_note(self, name: str, content: bytes) -> None:
+        self.store.write(f"{NOTES}/{name}", content)
+
+    def read_notes(self) -> dict[str, bytes]:
+        found = {}
+        for name in self.store.names(NOTES):
+            with suppress(*MISSING):  # deleted meanwhile
+                found[name] = self.store.read(f"{NOTES}/{name}")
+        return found
+
+    def delete_note(self, name: str) -> None:
+        self.store.delete(f"{NOTES}/{name}")
 
     def new_checkpoint(self, step: int, lease: WriterLease) -> ObjectNewCheckpoint:
         self._saves += 1
