@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from logging import ERROR
 from pathlib import Path
 from typing import Any
@@ -405,6 +406,35 @@ def test_only_the_newest_lease_holder_saves(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "checkpoint").glob("step-[0-9]")) == ["step-2", "step-4", "step-6"]
     assert not list((tmp_path / "checkpoint").glob("*.superseded"))
     assert (tmp_path / "checkpoint/step-6" / MANIFEST).read_text() == manifest
+
+
+def test_start_without_the_lease_selects_again_what_it_resumes_from(tmp_path: Path) -> None:
+    """Meanwhile another start has trained, and deleted what it had found."""
+    writer = Run(tmp_path, keep_latest_k=1).train(1, 2)
+    late = Run(tmp_path, seed=1)
+    manager, storage = late.manager, late.manager.storage
+    select = partial(find_resume_point, manager.config, storage, "[optimizer]\nlr = 0.1\n")
+    manager.begin_from(select(takes_lease=False, group=manager.group))
+    assert (manager.start.step, manager.lease.id) == (2, "")
+    writer.manager.lease = storage.read_lease()
+    writer.train(3, 6)
+    writer.manager.close()
+    assert storage.steps() == [6]
+    manager.begin_from(select(group=manager.group))
+    assert (manager.start.step, manager.lease) == (6, storage.read_lease())
+    assert (manager.resume(), manager.loaded) == (6, str(storage.open(6)))
+    assert_bitwise_equal(late.tensors(), writer.tensors())
+
+
+def test_start_without_the_lease_renames_no_damaged_checkpoint(tmp_path: Path) -> None:
+    Run(tmp_path, keep_latest_k=2).train(1, 4).manager.close()
+    next((tmp_path / "checkpoint/step-4").glob("*.distcp")).write_bytes(b"")
+    late = Run(tmp_path, seed=1)
+    late.manager.begin_from(
+        find_resume_point(late.manager.config, late.manager.storage, "[optimizer]\nlr = 0.1\n", takes_lease=False)
+    )
+    assert late.manager.resume() == 2
+    assert late.manager.storage.steps() == [2, 4]
 
 
 @pytest.mark.parametrize("at", ["before the files", "before the commit"])

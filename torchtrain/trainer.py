@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -112,7 +111,7 @@ class Trainer:
 
     step: int
     """The optimizer step that is being executed or was executed last, counted from 1; 0 before the first one."""
-    takes_lease: ClassVar[bool] = True
+    takes_lease = True
     """Whether the writer lease of the checkpoints is acquired at the start; see ``find_resume_point``."""
 
     def __init__(
@@ -185,8 +184,10 @@ class Trainer:
         self.model = build(self.model_config, self.mesh, self.device, self.config)
         self.linear_conversion = linear_conversion(self.config)
 
-    def find_resume_point(self, held: HeldLease | None) -> ResumePoint:
-        """Select the checkpoint to resume from, and acquire the writer lease."""
+    def find_resume_point(
+        self, held: HeldLease | None, group: torch.distributed.ProcessGroup | None = None
+    ) -> ResumePoint:
+        """Select the checkpoint to resume from, and acquire the writer lease. The arguments: see the function."""
         return find_resume_point(
             self.config.checkpoint,
             self.storage,
@@ -195,6 +196,7 @@ class Trainer:
             held,
             data_files=lambda: [source.file_table() for source in self.dataloader.sources],
             takes_lease=self.takes_lease,
+            group=group,
         )
 
     def build_optimizer(self) -> None:
@@ -235,6 +237,11 @@ class Trainer:
         """Load the checkpoint to resume from; returns its step, 0 in a new run."""
         return self.checkpointer.resume() or 0
 
+    @property
+    def resumes_from(self) -> str:
+        """What has the state from which training continues, for messages."""
+        return self.checkpointer.loaded
+
     def build_step(self) -> None:
         """Build ``train_step`` and what accompanies it: metrics, watchdog, guard, validation, profiling, hooks."""
         config, device = self.config, self.device
@@ -246,6 +253,7 @@ class Trainer:
             self.dataloader.sources,
             self.tokenizer,
             self.start_step,
+            self.resumes_from,
         )
         self.metrics = self.build_metrics()
         self.watchdog = Watchdog(

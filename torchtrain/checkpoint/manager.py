@@ -108,26 +108,33 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     after_save: Callable[[int], None] = lambda _: None  # called on rank 0 with the step, in the thread of the save
 
     def __post_init__(self) -> None:
-        self.group, self.lease = self.start.group, self.start.lease
+        self.group = self.start.group
         self.rank = dist.get_rank()
         self.clock = SaveClock(self.config.interval_minutes if self.config.enable else 0)
         self.stager = Stager(overlap=self.config.async_mode == "async_with_pinned_mem")
         self._pending: Future[None] | None = None
         self._writer: VerifiedWriter | None = None  # of the save in progress, or of the last one
         self._thread: threading.Thread | None = None  # writes the checkpoint, then deletes old ones
+        self.loaded = ""
+        """Path or URL of the checkpoint that was loaded last; empty if there is none."""
         self._newest = -1  # step that was last saved, is being saved, or was last loaded in full; -1: none
-        # The steps of this run, which no rollback or earlier resume has superseded, are those up to the checkpoint that
-        # was last loaded, and those that this start has saved, or tried to, since.
-        self._last_loaded = -1 if self.start.step is None else self.start.step
         self._attempted: set[int] = set()
-        # The checkpoints that this start may rename and delete, as ``CheckpointStorage.versions``; None for one whose
-        # save has failed, perhaps after the commit, so that any of this step may be it.
-        self._own: dict[int, Hashable] = dict(self.start.found)
+        self.begin_from(self.start)
         self._failed_in_a_row = 0
         # Of checkpoints before the one that was loaded: the dump folder may be new, or local to another node.
         self._earlier_losses: Losses = {}
 
     # Loading
+
+    def begin_from(self, start: ResumePoint) -> None:
+        """Resume from ``start``. Called again before anything is loaded or saved, if it has been selected again."""
+        self.start, self.lease = start, start.lease
+        # The steps of this run, which no rollback or earlier resume has superseded, are those up to the checkpoint that
+        # was last loaded, and those that this start has saved, or tried to, since (``_attempted``).
+        self._last_loaded = -1 if start.step is None else start.step
+        # The checkpoints that this start may rename and delete, as ``CheckpointStorage.versions``; None for one whose
+        # save has failed, perhaps after the commit, so that any of this step may be it.
+        self._own: dict[int, Hashable] = dict(start.found)
 
     def resume(self) -> int | None:
         """Load the newest valid checkpoint among ``start.candidates`` and return its step; None for a new run.
@@ -216,6 +223,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         # After a partial load, the state at this step differs from its checkpoint, so that it must be saved again.
         self._newest = -1 if only else step
         self._last_loaded = step
+        self.loaded = str(checkpoint)
         logger.info(f"{'rolled back to' if only else 'resumed from'} {checkpoint}")
 
     # Saving

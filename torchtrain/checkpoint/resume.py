@@ -196,7 +196,8 @@ class ResumePoint:
     data_files: bytes = as_json([])
     """The files of each source, as ``data_identity.as_json``."""
     found: Mapping[int, Hashable] = field(default_factory=dict)
-    """The checkpoints that existed right after the lease was acquired, as ``CheckpointStorage.versions``."""
+    """The checkpoints that existed right after the lease was acquired, as ``CheckpointStorage.versions``; none if it
+    was not acquired."""
 
 
 @dataclass
@@ -217,6 +218,7 @@ def find_resume_point(
     held: HeldLease | None = None,
     data_files: Callable[[], Sequence[FileTable]] = tuple,
     takes_lease: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
@@ -231,6 +233,7 @@ def find_resume_point(
         held: the lease that this process has held for an earlier stage; that of this stage replaces it.
         data_files: returns the files of each source; called on rank 0 only.
         takes_lease: whether the lease is acquired now; else by ``CheckpointManager.take_lease``, before a save.
+        group: that of an earlier call in this process; None: a new one is created.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
@@ -238,7 +241,7 @@ def find_resume_point(
             lease since this process acquired ``held``.
         StorageError: the file system fails.
     """
-    group = new_gloo_group(GROUP_TIMEOUT)
+    group = group or new_gloo_group(GROUP_TIMEOUT)
     if not config.enable:
         return ResumePoint(group, lease=WriterLease(run=broadcast_from_rank0(lambda: uuid.uuid4().hex, group)))
     identity = broadcast_from_rank0(data, group)
@@ -289,7 +292,7 @@ def find_resume_point(
             f"checkpoint.load_step = {config.load_step}: resumes from step {step}, which a run with this load_step has "
             f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
         )
-    return ResumePoint(group, step, candidates, lease, identity, tables, there)
+    return ResumePoint(group, step, candidates, lease, identity, tables, there if takes_lease else {})
 
 
 def check_resume(

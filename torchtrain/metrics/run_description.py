@@ -53,12 +53,14 @@ def describe_run(
     sources: Sequence[DataSource],
     tokenizer: Tokenizer,
     start_step: int,
+    resumes_from: str,
 ) -> RunDescription:
     """Describe the run with the resolved ``config``.
 
     Args:
         sources: those of ``config.data``. Only rank 0 asks them for their sizes.
         start_step: the step from which the run resumes; 0 in a new run.
+        resumes_from: what has the state of this step.
     """
     training = config.training
     rows_per_step = training.global_batch_size
@@ -91,7 +93,7 @@ def describe_run(
         ("precision", _precision(config, model, device, dims)),
         ("compile", _compile(config)),
         ("checkpoints", _checkpoints(config, parameters)),
-        ("start", _start(config, start_step)),
+        ("start", f"resumes from {resumes_from}" if start_step else _start(config)),
     ]
     name = Path(config.job.dump_folder).name
     title = f"run {name}: {config.job.config_file or 'no config file'}, outputs in {config.job.dump_folder}"
@@ -241,10 +243,7 @@ def _checkpoints(config: JobConfig, parameters: int) -> str:
     )
 
 
-def _start(config: JobConfig, start_step: int) -> str:
-    if start_step:
-        folder = config.checkpoint.location(config.job.dump_folder)
-        return f"resumes from {folder}/step-{start_step}"
+def _start(config: JobConfig) -> str:
     if config.checkpoint.initial_load_path:
         return f"new run, weights of {config.checkpoint.initial_load_path}"
     return f"new run, initial weights of seed {config.training.seed}"
