@@ -19,19 +19,21 @@ from forked_run import nothing
 from forkserver import free_port
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.config.parse import parse, to_toml
 from torchtrain.config.registry import TRAINERS
 from torchtrain.config.schema import JobConfig, MetricsConfig, section_of
 from torchtrain.distributed.replicas import Replicas
-from torchtrain.errors import ConfigError, StorageError
+from torchtrain.errors import ConfigError, StoppedError, StorageError
 from torchtrain.metrics.writers import Writers
-from torchtrain.plugins.replicas import checks
+from torchtrain.plugins.replicas import checks, presence
 from torchtrain.plugins.replicas.files import RunFiles
-from torchtrain.plugins.replicas.group import Member
+from torchtrain.plugins.replicas.group import Member, ReplicaGroup, reason_of
 from torchtrain.plugins.replicas.heartbeat import Heartbeat
 from torchtrain.plugins.replicas.options import ReplicasConfig
 from torchtrain.plugins.replicas.place import PlaceState
+from torchtrain.plugins.replicas.presence import DEAD_SECONDS, Presence
 from torchtrain.plugins.replicas.rows import rows_of
 
 REPLICA = ["--replicas.lighthouse=http://localhost:1", "--replicas.id=0", "--training.sums=exact"]
@@ -60,9 +62,225 @@ def test_more_replicas_than_microbatches_are_rejected() -> None:
 
 
 def test_a_member_is_the_same_after_its_sum() -> None:
-    member = Member(1, 12, -1, 0, 2**63 - 1, 3, -(2**63), "f" * 16 + "0123456789abcdef", "replica-3")
+    member = Member(1, 12, -1, 0, 2**63 - 1, 3, 1, 2**62, -(2**63), 5, "f" * 16 + "0123456789abcdef", "replica-3")
     assert Member.of(torch.tensor(member.row).tolist()) == member
     assert Member.of(replace(member, name="a very long name of a replica").row).name == "a very long name"
+
+
+class Exchange(ReplicaGroup):
+    """A replica in a quorum with ``others``, which needs no torchft."""
+
+    def __init__(self, own_id: str, *others: Member, process: int = 1) -> None:
+        super().__init__(ReplicasConfig(id=own_id))
+        self.others, self.process, self.run, self.options, self.why = others, process, "0" * 32, 0, ""
+        self._manager = SimpleNamespace(
+            participating_rank=lambda: len(others),
+            num_participants=lambda: len(others) + 1,
+            current_step=lambda: self.number_of_progress,
+            load_state_dict=lambda state: setattr(self, "number_of_progress", state["step"]),
+        )
+        self.progress = 0, 0, 0, 0
+
+    failed = False
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = None) -> None:  # noqa: ARG002
+        for number, member in enumerate(self.others):
+            tensor[number] += torch.tensor(member.row)
+
+    def fail(self, why: str) -> None:
+        self.why = why
+
+    def member(self) -> Member:
+        self._meet()
+        return self.members[-1]
+
+
+def test_of_two_processes_of_one_replica_the_one_that_started_first_leaves() -> None:
+    newer, other = Exchange("a long name of replica 10", process=2).member(), Exchange("b", process=9).member()
+    older = Exchange("a long name of replica 10", newer, other)
+    older._meet()
+    assert older._is_superseded
+    assert older.why.startswith("there are two processes of the replica 'a long name of r'")
+    # The others discard what they have exchanged with both.
+    for name, process in (("a long name of replica 10", 3), ("b", 9)):
+        group = Exchange(name, Exchange("a long name of replica 10").member(), newer, process=process)
+        group._meet()
+        assert not group._is_superseded
+        assert group.why.startswith("there are two processes")
+    alike = Exchange("a long name of replica 11", newer, other)  # another one, with the same short name
+    alike._meet()
+    assert (alike._is_superseded, alike.why) == (False, "")
+
+
+def test_a_later_beginning_of_the_run_counts_more_than_steps() -> None:
+    group = Exchange("0")
+    numbers = []
+    for progress in ((0, 0, 0, 0), (0, 1, 0, 9), (0, 1, 1, 5), (0, 2, 0, 5), (1, 0, 0, 0), (1, 3, 4095, 2**30 - 1)):
+        group.progress = progress
+        assert group.progress == progress
+        numbers.append(group.number_of_progress)
+    assert numbers == sorted(numbers)
+    group.progress = (255, 2**13 - 1, 2**12 - 1, 2**30 - 1)
+    assert group.number_of_progress == 2**63 - 1
+
+
+def test_an_error_of_gloo_is_a_reason_without_its_source_code() -> None:
+    text = (
+        "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer "
+        "[127.0.0.1]:8334. This is typically caused by a remote worker crashing. Check the logs of the remote worker "
+        "before reporting an error. GLHF! "
+    )
+    assert reason_of(RuntimeError(text)) == "Connection closed by peer [127.0.0.1]:8334"
+    assert reason_of(RuntimeError("Timed out\nmore")) == "Timed out"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time_ns(self) -> int:
+        return 1_000
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(presence, "time", clock)
+    monkeypatch.setattr(presence, "BEAT_SECONDS", 3600)
+    return clock
+
+
+def test_a_replica_lives_while_its_note_changes(tmp_path: Path, clock: Clock) -> None:
+    storage = LocalStorage(str(tmp_path))
+    first, second = Presence(storage, "0", 0), Presence(storage, "1", 0)
+    assert first.others() == second.others() == []  # nobody has a state
+    first.begin(4)
+    assert (second.others(), second.beginning) == (["0"], 4)
+    clock.now += DEAD_SECONDS - 1
+    first._write(lives=True)
+    assert second.others() == ["0"]
+    clock.now += DEAD_SECONDS - 1
+    assert second.others() == ["0"]
+    assert Presence(storage, "2", 0).others() == ["0"]  # not known yet
+    clock.now += 1
+    assert second.others() == []
+    first._write(lives=True)  # it was suspended
+    assert second.others() == ["0"]
+    assert Presence(storage, "1", 1).others() == []  # it trains an earlier part
+    second.begin(5)
+    assert first.others() == ["1"]
+    first.close()
+    assert second.others() == []
+    assert Presence(storage, "0", 0).beginning == 5
+
+
+def test_notes_of_earlier_processes(tmp_path: Path, clock: Clock) -> None:
+    storage = LocalStorage(str(tmp_path))
+    first = Presence(storage, "0", 0)
+    first.begin(2)
+    second = Presence(storage, "0", 0)
+    assert second.process > first.process  # although the clock stands
+    assert second.others() == ["0"]  # its ranks may live
+    second.begin(2)
+    clock.now += 2 * DEAD_SECONDS
+    second.others()
+    second._delete_earlier()
+    assert list(storage.read_notes()) == [f"0.{second.process}"]
+    (tmp_path / "notes/torn").write_bytes(b'{"id": "9", "pro')
+    (tmp_path / "notes/other").write_bytes(b'{"id": "9", "process": 1, "beginning": 1e99, "lives": true}')
+    assert Presence(storage, "1", 0).others() == ["0"]
+
+
+def replica_that_starts(storage: LocalStorage, *outcomes: str) -> Any:
+    """A trainer that has nothing but who lives; ``outcomes`` of each agreement: "joined", "alone", or "others know"."""
+    remaining = list(outcomes)
+    group = SimpleNamespace(has_joined=False, members=[], is_alone=False, beginning=0)
+
+    def begin() -> None:
+        outcome = remaining.pop(0)
+        group.has_joined = outcome == "joined"
+        group.members = [SimpleNamespace(is_alone=group.is_alone), SimpleNamespace(is_alone=outcome == "others know")]
+
+    group.begin = begin
+    trainer = SimpleNamespace(group=group, presence=Presence(storage, "1", 0), storage=storage, gloo_group=None)
+    trainer.stop = SimpleNamespace(agree=lambda _: False)
+    trainer.replica_config = ReplicasConfig(lighthouse="http://host:29510")
+    return trainer
+
+
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Clock:
+    from torchtrain.plugins.replicas import trainer
+
+    monkeypatch.setattr(trainer, "broadcast_from_rank0", lambda function, _: function())
+    monkeypatch.setattr(trainer, "time", clock)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)  # type: ignore[attr-defined]
+    return clock
+
+
+def test_a_start_without_the_lighthouse_waits_for_replicas_that_live(tmp_path: Path, one_rank: Clock) -> None:
+    from torchtrain.plugins.replicas.trainer import ReplicaTrainer
+
+    storage = LocalStorage(str(tmp_path))
+    other = Presence(storage, "0", 0)
+    assert not ReplicaTrainer.joins(replica_that_starts(storage, "alone"))
+    other.begin(3)
+    assert ReplicaTrainer.joins(replica_that_starts(storage, "alone", "alone", "joined"))
+    assert one_rank.now == 2
+    trainer = replica_that_starts(storage, "alone", "others know")
+    assert not ReplicaTrainer.joins(trainer)
+    assert trainer.group.beginning == 3  # the next one is the fourth
+    # It is dead.
+    assert not ReplicaTrainer.joins(replica_that_starts(storage, *["alone"] * 20))
+    assert one_rank.now == 3 + DEAD_SECONDS
+
+    def beats() -> None:
+        one_rank.now += 1
+        other._write(lives=True)
+
+    trainer = replica_that_starts(storage, *["alone"] * 1000)
+    trainer.stop.agree = lambda _: beats()
+    with pytest.raises(StorageError, match=r"the replicas 0 train, by their notes .* http://host:29510 has not known"):
+        ReplicaTrainer.joins(trainer)
+    trainer = replica_that_starts(storage, *["alone"] * 9)
+    trainer.stop.agree = lambda _: True
+    with pytest.raises(StoppedError, match="asked to stop while waiting for the replicas 0"):
+        ReplicaTrainer.joins(trainer)
+
+
+@pytest.mark.parametrize(
+    ("group", "events"),
+    [
+        ((0, 1, 0, 9), []),
+        ((0, 1, 0, 12), ["restart 12"]),
+        ((0, 1, 1, 5), ["undo 5"]),
+        ((0, 2, 0, 5), ["5 start a", "restart 5"]),
+    ],
+)
+def test_steps_that_others_begin_again_are_no_rollback(group: tuple[int, ...], events: list[str]) -> None:
+    """In its own metrics: else it would add a rollback to those of the run when it leads later."""
+    from torchtrain.plugins.replicas.trainer import ReplicaTrainer
+
+    found: list[str] = []
+    metrics = SimpleNamespace(
+        options="",
+        restart=lambda step: found.append(f"restart {step}"),
+        undo=lambda step: found.append(f"undo {step}"),
+        record_event=lambda step, event, values: found.append(f"{step} {event} {values['run']}"),
+    )
+    trainer: Any = SimpleNamespace(
+        step=9,
+        _beginning=1,
+        group=SimpleNamespace(step=group[3], progress=group, run="a"),
+        step_check=SimpleNamespace(reset=lambda: None),
+        metrics=metrics,
+    )
+    ReplicaTrainer.follow_progress(trainer)
+    ReplicaTrainer.follow_progress(trainer)
+    assert (trainer.step, found) == (group[3], events)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +542,31 @@ def test_the_files_of_replicas_are_one_curve(tmp_path: Path) -> None:
     assert steps(tmp_path)[-7:] == [5, 6, "bad_step_rollback", "rolled_back", 4, "rolled_back", 5]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [of.step for of in board.Scalars("loss/average")] == [1, 2, 3, 4, 5]
+
+
+def test_a_line_that_a_replaced_process_writes_late_is_not_copied(tmp_path: Path) -> None:
+    own = tmp_path / "replicas/0"
+
+    def open_writers(step: int) -> Writers:
+        return Writers(MetricsConfig(enable_tensorboard=False), tmp_path, "", step, "a", undone=False)
+
+    files = RunFiles(tmp_path, own, open_writers, nothing)
+    files.begin_process()
+    files.begin_run("a", resumed=False)
+    write(own, start(0), loss(1), loss(2), {"step": 2, "validation_loss": 1.0}, loss(1), loss(2), loss(3))
+    files.update(leads=True)
+    assert steps(tmp_path) == ["start", 1, 2, 2, 3]
+    write(own, {"step": 1, "event": "rolled_back"}, loss(2), loss(3), loss(3))
+    files.update(leads=True)
+    assert steps(tmp_path) == ["start", 1, 2, 2, 3, "rolled_back", 2, 3]
+    # A replica that takes over knows the last line, too.
+    second = RunFiles(tmp_path, tmp_path / "replicas/1", open_writers, nothing)
+    second.begin_process()
+    write(tmp_path / "replicas/1", loss(4))
+    second.update(leads=True)
+    write(tmp_path / "replicas/1", loss(3), loss(4), loss(5))
+    second.update(leads=True)
+    assert steps(tmp_path)[-3:] == [3, 4, 5]
 
 
 @pytest.mark.parametrize(("changes_seed", "step", "undone"), [(True, 3, True), (True, 5, False), (False, 3, False)])

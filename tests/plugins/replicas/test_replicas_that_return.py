@@ -316,3 +316,153 @@ def test_lines_before_a_save_that_is_never_complete(
     assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
     (replicas.folder / "metrics.jsonl").write_bytes(read_metrics_in(open_storage(folder).open(12)))
     assert curves(replicas.folder) == sorted(reference.curve.values())
+
+
+@dataclass
+class Held(Kill):
+    """Waits before it registers, while there is a file."""
+
+    file: Path | None = None
+
+    def install(self) -> None:
+        super().install()
+        from torchtrain.plugins.replicas.group import ReplicaGroup
+
+        connect, file = ReplicaGroup.connect, self.file
+        assert file is not None
+
+        def late(*arguments: Any, **options: Any) -> None:
+            file.with_suffix(".ready").touch()
+            while file.exists():
+                time.sleep(0.02)
+            connect(*arguments, **options)
+
+        ReplicaGroup.connect = late  # type: ignore[method-assign]
+
+
+def start_held(replicas: Any, name: str, slow_seconds: float = 0.1) -> Path:
+    """Start a replica that has looked for checkpoints, and registers when the returned file is deleted."""
+    file = Path(replicas.folder / f"held-{name}")
+    file.touch()
+    replicas.start(name, Held(file=file, slow_seconds=slow_seconds))
+    replicas.wait_until(file.with_suffix(".ready").exists)
+    return file
+
+
+def test_a_new_lighthouse_that_knows_one_that_starts(references: Any, started: Any) -> None:
+    """It does not begin the run again beside those that train, and wait between two looks for the lighthouse."""
+    steps = ["--training.steps=40", "--lr_scheduler.total_steps=40", "--checkpoint.interval=100"]
+    reference = references(*steps)
+    replicas = started(*steps, SHORT)
+    for name in "012":
+        replicas.start(name, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 6)
+    replicas.lighthouse.kill()
+    replicas.kill("2")
+    replicas.wait_for_death("2")
+    held = start_held(replicas, "2")
+    time.sleep(3)
+    for name in "01":  # between two looks for the lighthouse
+        replicas.kill(name, number=signal.SIGSTOP)
+    replicas.restart_lighthouse()
+    held.unlink()
+    replicas.wait_until(lambda: "the lighthouse does not know 0, 1, 2, which train" in replicas.log("2").read_text())
+    time.sleep(2)
+    for name in "01":
+        replicas.kill(name, number=signal.SIGCONT)
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference) == []
+    assert events(replicas.folder, "start") == [(0, "start")]
+    assert not list(replicas.folder.glob("metrics.1.jsonl"))
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_slow_start_of_a_run_that_is_complete_meanwhile(kept: int, references: Any, started: Any) -> None:
+    reference = references()
+    replicas = started(f"--checkpoint.keep_latest_k={kept}", members=1)
+    replicas.start("0", Kill(slow_seconds=0.05))
+    replicas.wait_until((replicas.folder / "checkpoint/step-5").exists)
+    held = start_held(replicas, "1")
+    replicas.wait_until(lambda: replicas.is_dead("0"))
+    before = {file: file.read_bytes() for file in replicas.folder.rglob("*") if file.match("*/step-*/*")}
+    held.unlink()
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    assert "the run is complete: step 12 of 12" in replicas.log("1").read_text()
+    assert differences(replicas.folder, reference) == []
+    assert {file: file.read_bytes() for file in before} == before
+    assert not list((replicas.folder / "checkpoint").glob("*superseded*"))
+
+
+def test_a_slow_start_after_all_others_have_died(references: Any, started: Any) -> None:
+    """It resumes from the newest checkpoint, not from that which it found at its start, and was deleted."""
+    reference = references()
+    replicas = started("--checkpoint.keep_latest_k=1", "--checkpoint.interval=2", members=1)
+    replicas.start("0", Kill(11, "before the vote", slow_seconds=0.05))
+    replicas.wait_until((replicas.folder / "checkpoint/step-4").exists)
+    held = start_held(replicas, "1")
+    replicas.wait_for_death("0")
+    held.unlink()
+    replicas.wait_until(lambda: replicas.is_dead("1"))
+    assert replicas.codes("1") == [0], replicas.output()
+    assert events(replicas.folder, "start") == [(0, "start"), (10, "start")]
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_of_two_processes_of_one_replica_the_older_one_ends(hangs: bool, references: Any, started: Any) -> None:
+    steps = ["--training.steps=40", "--lr_scheduler.total_steps=40"]
+    reference = references(*steps)
+    replicas = started(*steps, SHORT, members=2)
+    for name in "01":
+        replicas.start(name, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 6)
+    older = replicas.processes["0"]
+    if hangs:
+        replicas.kill("0", number=signal.SIGSTOP)
+    replicas.start("0", SLOW)
+    if hangs:
+        replicas.wait_until(lambda: replicas.step() >= 12)
+        os.kill(older[0].pid, signal.SIGCONT)
+    replicas.wait_until(lambda: older[0].exitcode is not None)
+    assert older[0].exitcode == 2, replicas.output()
+    assert "another process of the replica '0' has started later" in replicas.log("0").read_text()
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "resumed"), [("in a save", 11, 5), ("after the vote", 8, 5), ("in a save", 13, 10)]
+)
+def test_a_replica_alone_hangs_until_others_have_resumed(
+    place: str, step: int, resumed: int, references: Any, started: Any
+) -> None:
+    """It is ahead of them, and takes their state: they write its steps again."""
+    reference = references()
+    replicas = started(SHORT, members=1)
+    replicas.start("0", Stop(step, place, slow_seconds=0.02))
+    replicas.wait_until(lambda: "killed: " in replicas.output())
+    for name in "12":
+        replicas.start(name, Kill(slow_seconds=0.3))
+    replicas.wait_until(lambda: (resumed, "start") in events(replicas.folder, "start"))
+    time.sleep(1)
+    replicas.kill("0", number=signal.SIGCONT)
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert events(replicas.folder, "start", "rolled_back") == [(0, "start"), (resumed, "start")]
+    written = len(curves(replicas.folder)) - (12 - resumed)  # by the one that was alone
+    steps = [*range(1, written + 1), *range(resumed + 1, 13)]
+    assert differences(replicas.folder, reference, steps=steps) == []
+
+
+def test_a_damaged_checkpoint_is_set_aside_by_the_one_that_leads(references: Any, started: Any) -> None:
+    reference = references()
+    replicas = started("--training.steps=10", members=2)
+    for name in "01":
+        replicas.start(name)
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    (replicas.folder / "checkpoint/step-10/manifest.json").unlink()
+    for name in "01":
+        (replicas.folder / f"connected-{name}").unlink()
+        replicas.start(name, None, "--training.steps=12")
+    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    assert len(list((replicas.folder / "checkpoint").glob("step-10.damaged*"))) == 1
+    assert differences(replicas.folder, reference, steps=[*range(1, 11), *range(6, 13)]) == []

@@ -41,7 +41,8 @@ class RunFiles:
         self._received, self._received_at = b"", 0
         self._begun = self._read = 0  # the lines of this process begin here; up to there they are copied
         self._leads = False
-        self._known: set[tuple[Any, ...]] = set()
+        self._known: set[tuple[Any, ...]] = set()  # lines of the run before this replica has begun to lead
+        self._newest: dict[frozenset[str], int] = {}  # step of the last line of numbers, by their names
         self._best_effort = BestEffort(f"the metrics in {run_folder}")
 
     def begin_run(self, run: str, resumed: bool) -> None:
@@ -88,6 +89,7 @@ class RunFiles:
                 all_of_run = list(parsed(_content(self.run_folder / METRICS)))
                 of_run = surviving(all_of_run)
                 self._known = {_key(line) for line in of_run}
+                self._newest = {frozenset(line): line["step"] for line in of_run if "event" not in line}
                 self._writers = self._open_writers(of_run[-1]["step"] if of_run else 0)
                 lines = list(parsed(self._own_and_received()))
                 self._read = self._begun + len(self._own_content(self._begun))
@@ -138,15 +140,20 @@ class RunFiles:
     def _write(self, lines: Iterable[dict[str, Any]]) -> None:
         """Write those of ``lines`` that the run does not have."""
         for line in lines:
-            if not _undoes(line) and _key(line) in self._known:
+            # Another process of this replica, which it has replaced, may have written a line late.
+            is_late = "event" not in line and line["step"] <= self._newest.get(frozenset(line), -1)
+            if not _undoes(line) and (is_late or _key(line) in self._known):
                 continue
             if self._writers is None:  # of a replica that begins the run
                 self._writers = self._open_writers(line["step"])
             if _undoes(line):
                 self._known = {key for key in self._known if key[0] <= line["step"]}
+                self._newest = {names: min(step, line["step"]) for names, step in self._newest.items()}
                 self._writers.undo(line["step"])
             else:
                 self._writers.write(line)
+                if "event" not in line:
+                    self._newest[frozenset(line)] = line["step"]
 
 
 def _content(file: Path, begin: int = 0) -> bytes:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented
 
@@ -21,15 +23,17 @@ from torchtrain.config.run_plan import OtherPartError
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
-from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.errors import ConfigError, StorageError, SupersededError, TorchtrainError
 from torchtrain.logging import logger
 from torchtrain.plugins.replicas.heartbeat import Heartbeat
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
 NAME_BYTES = 16
 WAIT_SECONDS = 1.0  # between two looks for more replicas
-STEPS = 1 << 32  # more than a run has
-ROLLBACKS = 1 << 16
+# More than a run has; torchft stores the progress as a signed integer of 64 bits.
+STEPS = 1 << 30
+ROLLBACKS = 1 << 12  # after one beginning
+BEGINNINGS = 1 << 13
 JOIN_ATTEMPTS = 3  # to take the state of a running replica, each of which makes the others wait
 NEVER = timedelta(days=365)
 
@@ -49,10 +53,16 @@ class Member:
     """Whether it was asked to stop, and all others with it."""
     options: int
     """Hash of its config, apart from what may differ between replicas."""
-    generation: int
-    """Of the newest writer lease that it knows."""
+    beginning: int
+    """The newest beginning of the run that it knows, by notes: see ``ReplicaGroup.progress``."""
+    is_alone: int
+    """Whether it knows that no replica outside of this quorum has the state of the run and lives."""
+    process: int
+    """Higher for a process of the same replica that has started later."""
     state: int
     """Hash of the state on this rank, if it is to be compared; else 0."""
+    id_hash: int
+    """Of ``replicas.id``."""
     run: str
     """The id of the run."""
     name: str
@@ -61,17 +71,25 @@ class Member:
     @staticmethod
     def of(row: Sequence[int]) -> "Member":
         """The member with this ``row``."""
-        name = _bytes_of(row[9:11]).rstrip(b"\0").decode(errors="replace")
-        present, since, saved, stopping, options, generation, state = row[:7]
-        run = _bytes_of(row[7:9]).hex()
-        return Member(present, since, saved, stopping, options, generation, state, run, name)
+        present, since, saved, stopping, options, beginning, is_alone, process, state, id_hash = row[:10]
+        run = _bytes_of(row[10:12]).hex()
+        name = _bytes_of(row[12:14]).rstrip(b"\0").decode(errors="replace")
+        numbers = (present, since, saved, stopping, options, beginning, is_alone, process, state, id_hash)
+        return Member(*numbers, run, name)
 
     @property
     def row(self) -> list[int]:
         """This member as integers, for a sum over replicas."""
         name = self.name.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
-        numbers = [self.present, self.since, self.saved, self.stopping, self.options, self.generation, self.state]
+        numbers = [self.present, self.since, self.saved, self.stopping, self.options]
+        numbers += [self.beginning, self.is_alone, self.process, self.state, self.id_hash]
         return [*numbers, *_integers_of(bytes.fromhex(self.run)), *_integers_of(name)]
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of an error; of one of gloo without the place in its source code and general advice."""
+    text = re.sub(r"^\[[^]]*\.(?:cc|h):\d+\] *", "", (str(error) or repr(error)).splitlines()[0])
+    return text.partition(". This is typically")[0]
 
 
 def _integers_of(content: bytes) -> list[int]:
@@ -147,7 +165,14 @@ class ReplicaGroup(Replicas):
         self.hash_of_state: Callable[[int], int] = lambda _: 0
         """Returns ``Member.state`` after this step."""
         self.last_saved = -1
-        self.generation = 0
+        self.beginning = 0
+        """``Member.beginning``"""
+        self.is_alone = False
+        """``Member.is_alone``"""
+        self.process = 0
+        """``Member.process``"""
+        self._id_hash = xxhash.xxh3_64_intdigest(config.own_id.encode()) >> 1
+        self._is_superseded = False
         self.heard_at = 0.0
         """When all members were last heard of, in ``time.monotonic()`` seconds."""
         self.is_rolling_back = False
@@ -217,7 +242,7 @@ class ReplicaGroup(Replicas):
             raise StorageError(f"replicas.lighthouse = {config.lighthouse!r} does not answer: {why}") from error
         self._client = self._manager._client = RecordedQuorum(self._manager._client)
         self._met = set()
-        self.progress = part, 0, 0
+        self.progress = part, 0, 0, 0
 
     def _build_manager(
         self, loaded: Callable[..., None], state: Callable[[], Mapping[str, Tensor]], host: str, port: int
@@ -257,23 +282,29 @@ class ReplicaGroup(Replicas):
         return manager
 
     @property
-    def progress(self) -> tuple[int, int, int]:
-        """Part of the run, rollbacks in it, and steps that are complete.
+    def progress(self) -> tuple[int, int, int, int]:
+        """Part of the run, beginning of the run, rollbacks since then, and steps that are complete.
 
-        The replicas compare it as one number: who is behind takes the state of another.
+        The replicas compare it as one number: who is behind takes the state of another. Each time that the run begins,
+        or resumes from a checkpoint, because no replica lives that has its state, that gets a higher number. A replica
+        that only seemed dead, and is ahead, then takes the state of the others, as they do not have its steps in the
+        run's files. 0: this replica has no state of the run yet.
         """
-        of_part, step = divmod(int(self._manager.current_step()), STEPS)
-        return *divmod(of_part, ROLLBACKS), step
+        before_step, step = divmod(int(self._manager.current_step()), STEPS)
+        before_rollbacks, rollbacks = divmod(before_step, ROLLBACKS)
+        return *divmod(before_rollbacks, BEGINNINGS), rollbacks, step
 
     @progress.setter
-    def progress(self, progress: tuple[int, int, int]) -> None:
-        part, rollbacks, step = progress
-        self._manager.load_state_dict({"step": (part * ROLLBACKS + rollbacks) * STEPS + step, "batches_committed": 0})
+    def progress(self, progress: tuple[int, int, int, int]) -> None:
+        part, beginning, rollbacks, step = progress
+        assert max(beginning // BEGINNINGS, rollbacks // ROLLBACKS, step // STEPS) == 0, progress
+        number = ((part * BEGINNINGS + beginning) * ROLLBACKS + rollbacks) * STEPS + step
+        self._manager.load_state_dict({"step": number, "batches_committed": 0})
 
     @property
     def step(self) -> int:
         """The steps that are complete."""
-        return self.progress[2]
+        return self.progress[3]
 
     @property
     def size(self) -> int:
@@ -311,6 +342,7 @@ class ReplicaGroup(Replicas):
         Raises:
             StorageError: the lighthouse does not answer, or the other replicas do not come.
             OtherPartError: another one is in a later part of the run.
+            SupersededError: another process of this replica has started later.
         """
         self._agree()
         has_joined = self.has_joined
@@ -341,12 +373,17 @@ class ReplicaGroup(Replicas):
                 self._begin_quorum(self._pg.store)
                 self._meet()
             self.has_joined = self.has_joined or self._has_loaded
-            flags = torch.tensor([self.failed, not self._has_loaded], dtype=torch.int64)
+            flags = torch.tensor([self.failed, not self._has_loaded, self._is_superseded], dtype=torch.int64)
             first, last = torch.tensor([self.progress] * 2, dtype=torch.int64)
             all_reduce(flags, self._group, dist.ReduceOp.MAX)
             all_reduce(first, self._group, dist.ReduceOp.MIN)
             all_reduce(last, self._group, dist.ReduceOp.MAX)
-            failed, some_not_loaded = flags.tolist()
+            failed, some_not_loaded, is_superseded = flags.tolist()
+            if is_superseded:
+                raise SupersededError(
+                    f"another process of the replica {self.config.own_id!r} has started later and takes its place: "
+                    "this one ends. Each replica needs a name of its own (replicas.id)"
+                )
             part = int(last[0])
             if part > self._part:
                 raise OtherPartError(self._end_of_part(part - 1))
@@ -396,7 +433,7 @@ class ReplicaGroup(Replicas):
         error, quorum = self._manager.errored().original_exception, self._client.last
         if isinstance(error, StorageError):  # by ``transport``
             return str(error)
-        why = (str(error) or repr(error)).splitlines()[0]
+        why = reason_of(error)
         if quorum.heal:
             return f"the replica at {quorum.recover_src_manager_address} does not answer: {why}"
         return f"the state for a replica that joins cannot be sent: {why}"
@@ -437,8 +474,11 @@ class ReplicaGroup(Replicas):
             saved=self.last_saved,
             stopping=int(self.is_stopping()),
             options=self.options,
+            beginning=self.beginning,
+            is_alone=int(self.is_alone),
+            process=self.process,
             state=self.hash_of_state(self.step),
-            generation=self.generation,
+            id_hash=self._id_hash,
             run=self.run,
             name=self.config.own_id,
         )
@@ -448,6 +488,14 @@ class ReplicaGroup(Replicas):
         self.members = [Member.of(row) for row in table.tolist()]
         if any(member.present != 1 for member in self.members):
             self.fail("the replicas see different members")
+            return
+        newest: dict[int, int] = {}
+        for member in self.members:
+            newest[member.id_hash] = max(member.process, newest.get(member.id_hash, 0))
+        older = [member for member in self.members if member.process < newest[member.id_hash]]
+        if older:
+            self._is_superseded = self.process < newest[self._id_hash]
+            self.fail(f"there are two processes of the replica {older[0].name!r}: the one that started first leaves")
 
     @property
     def _own_since(self) -> int:
@@ -459,7 +507,7 @@ class ReplicaGroup(Replicas):
         leader = self.members[self.leader]
         self.require_options(leader.options)
         self.run = leader.run
-        self.generation = max(member.generation for member in self.members)
+        self.beginning = max(member.beginning for member in self.members)
         if any(member.stopping for member in self.members):
             self.stop_all()
 
@@ -497,7 +545,7 @@ class ReplicaGroup(Replicas):
         try:
             self._pg.allreduce([on_host], options).wait()
         except Exception as error:
-            why = f"has left: {str(error).splitlines()[0]}"
+            why = f"has left: {reason_of(error)}"
             if self._pg.has_passed(began):
                 self._pg.timed_out = True
                 limit = self.config.collective_timeout_seconds

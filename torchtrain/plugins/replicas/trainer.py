@@ -1,10 +1,11 @@
 """The trainer of a replica: it takes each step together with the replicas that live, and repeats a discarded one."""
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import xxhash
@@ -19,11 +20,11 @@ from torchtrain.config.parse import to_toml
 from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.distributed.agreement import broadcast_from_rank0
+from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
 from torchtrain.distributed.mesh import local
-from torchtrain.distributed.process_group import rank, world_size
+from torchtrain.distributed.process_group import all_reduce, rank, world_size
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
-from torchtrain.errors import HardwareError, StorageError, SupersededError
+from torchtrain.errors import CheckpointError, HardwareError, StoppedError, StorageError, SupersededError
 from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import BestEffort, logger
@@ -35,9 +36,10 @@ from torchtrain.plugins.recheck.hashes import TensorHash, combine, read
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.replicas.checks import check_config
 from torchtrain.plugins.replicas.files import RunFiles
-from torchtrain.plugins.replicas.group import ReplicaGroup
+from torchtrain.plugins.replicas.group import WAIT_SECONDS, ReplicaGroup
 from torchtrain.plugins.replicas.options import ReplicasConfig
 from torchtrain.plugins.replicas.place import PlaceState
+from torchtrain.plugins.replicas.presence import DEAD_SECONDS, Presence
 from torchtrain.plugins.replicas.rows import rows_of
 from torchtrain.trainer import Trainer
 
@@ -52,7 +54,7 @@ class ReplicaTrainer(Trainer):
     The outputs of a replica are in ``replicas/ID`` in the dump folder, its checkpoints in the folder of the run.
     """
 
-    takes_lease: ClassVar[bool] = False
+    takes_lease = False  # until it begins the run, and leads
 
     def __init__(self, config: JobConfig, *arguments: Any, **options: Any) -> None:
         self.replica_config = section_of(config, ReplicasConfig)
@@ -66,6 +68,8 @@ class ReplicaTrainer(Trainer):
         checkpoints = config.checkpoint.location(self.folder_of_all.absolute())
         self.options = _hash(config)
         self.part_has_ended = False
+        self.presence: Presence | None = None  # on rank 0
+        self._postponed_save = -1  # the step of a save that waits until it is known who leads; -1: none
         super().__init__(
             replace(
                 config,
@@ -132,43 +136,135 @@ class ReplicaTrainer(Trainer):
     def config_of_run(self) -> JobConfig:
         return super().config_of_run() if self.group.is_leader else self.config
 
+    def require_access(self) -> None:
+        """Also reads, before the model is built, which other replicas live."""
+        super().require_access()
+        if not self.storage.keeps_notes:
+            logger.warning(
+                "replicas: %s keeps no notes (CheckpointStorage.write_note), by which a replica that starts knows that "
+                "others train: if the lighthouse is restarted meanwhile, it may train alone beside them",
+                self.storage,
+            )
+
+        def build_presence() -> int:
+            self.presence = Presence(self.storage, self.replica_config.own_id, self.plan.number)
+            return self.presence.process
+
+        self.group.process = broadcast_from_rank0(build_presence, self.gloo_group)
+
     def states(self) -> dict[str, Stateful]:
         self.place = PlaceState(self.dataloader, self.mesh)
         return super().states() | {"loader": self.place}
 
     def load_checkpoint(self) -> int:
-        """Take the state of a replica that runs, or load the checkpoint if there is none."""
-        lease, part = self.checkpointer.lease, self.plan.number
-        if self.config.checkpoint.enable:
-            self.group.generation = broadcast_from_rank0(lambda: self.storage.read_lease().generation, self.gloo_group)
+        """Take the state of a replica that runs, or begin the run or resume it if none does."""
         if rank() == 0:
             self.files.begin_process()
         self.group.connect(
             self.live_state,
             self.load_live_state,
-            run=lease.run,
-            part=part,
+            run=self.checkpointer.lease.run,
+            part=self.plan.number,
             end_of_part=lambda number: self.plan.first_step(number + 1) - 1,
             options=self.options,
             group=self.gloo_group,
         )
         try:
-            self.group.begin()
-            begins = not self.group.has_joined
-            if begins and self.checkpointer.start.step is not None:
-                self.group.since = self.checkpointer.resume() or 0
-                self.group.progress = part, 0, self.group.since
-                self.group.begin()  # others may have loaded another checkpoint
-        except OtherPartError:
-            self.group.close()
+            begins = not self.joins()
+            if begins:
+                self.begin_run()
+            else:
+                self.announce()
+        except BaseException as error:
+            if isinstance(error, OtherPartError):
+                self.group.close()
+            self.close_presence()
             raise
-        self.checkpointer.lease = replace(lease, run=self.group.run)
+        self.checkpointer.lease = replace(self.checkpointer.lease, run=self.group.run)
         if begins and self.group.is_leader and rank() == 0:
             self.files.begin_run(self.group.run, resumed=self.group.step > 0)
-        self._has_begun = True
+        self._has_begun, self._beginning = True, self.group.progress[1]
         how = f"takes the state of step {self.group.step}" if self.group.has_joined else "begins"
         logger.info("replicas: %s %s; %s", self.name, how, self.describe())
         return self.group.step
+
+    @property
+    def resumes_from(self) -> str:
+        return "the state of another replica" if self.group.has_joined else super().resumes_from
+
+    def joins(self) -> bool:
+        """Agree on the members, and take their state if one has it. Wait for replicas that live, by their notes.
+
+        Returns False if nobody has the state of the run: then all members begin it.
+        """
+        waits_since = math.inf
+
+        def others_and_beginning() -> tuple[list[str], int]:
+            assert self.presence is not None
+            return self.presence.others(), self.presence.beginning
+
+        while True:
+            others, self.group.beginning = broadcast_from_rank0(others_and_beginning, self.gloo_group)
+            self.group.is_alone = not others
+            self.group.begin()
+            if self.group.has_joined:
+                return True
+            if any(member.is_alone for member in self.group.members):
+                return False
+            names, now = ", ".join(others), time.monotonic()
+            if waits_since == math.inf:
+                waits_since = now
+                logger.info(
+                    "replicas: the lighthouse does not know %s, which train or have trained until a moment ago, by "
+                    "their notes in %s: waits for them, or until they are dead for %d s",
+                    *(names, self.storage, DEAD_SECONDS),
+                )
+            if self.stop.agree(self.gloo_group):
+                raise StoppedError(f"asked to stop while waiting for the replicas {names}")
+            if now - waits_since > self.replica_config.quorum_timeout_seconds:
+                raise StorageError(
+                    f"the replicas {names} train, by their notes in {self.storage}, but the lighthouse "
+                    f"{self.replica_config.lighthouse} has not known them for "
+                    f"{self.replica_config.quorum_timeout_seconds} s (replicas.quorum_timeout_seconds): give all "
+                    "replicas of a run the same replicas.lighthouse, or end those"
+                )
+            time.sleep(WAIT_SECONDS)
+
+    def begin_run(self) -> None:
+        """Begin the run, or resume it from its newest checkpoint, together with the other members.
+
+        The checkpoint that was selected at the start may be an old one by now, or deleted.
+        """
+        early = self.checkpointer.start
+        self.group.beginning += 1
+        self.announce()
+        # The lease supersedes the save of a replica that only seems dead.
+        self.takes_lease = self.group.is_leader
+        try:
+            start = self.find_resume_point(None, early.group)
+        except SupersededError as error:
+            raise StorageError(f"another replica saves while this one begins: {error}") from error
+        if start.step is None and early.step is not None:
+            raise CheckpointError(f"{self.storage} had step-{early.step} a moment ago, and is empty now")
+        self.checkpointer.begin_from(start)
+        self.group.run = start.lease.run
+        self.group.since = self.checkpointer.resume() or 0
+        self.group.progress = self.plan.number, self.group.beginning, 0, self.group.since
+        self.group.begin()  # others may have loaded another checkpoint
+
+    def announce(self) -> None:
+        """Tell those that start, by a note, that this replica has the state of the run."""
+
+        def begin() -> None:
+            assert self.presence is not None
+            self.presence.begin(self.group.beginning)
+
+        on_rank0(begin, self.gloo_group)
+
+    def close_presence(self) -> None:
+        """Tell that this replica has ended."""
+        if self.presence is not None:
+            self.presence.close()
 
     @property
     def name(self) -> str:
@@ -213,18 +309,25 @@ class ReplicaTrainer(Trainer):
     def train(self) -> int:
         try:
             return super().train()
+        except SupersededError:
+            self.files.update(False)  # what is left in the folder of this replica is that of the newer process
+            raise
         finally:
             self.group.close()
             self.files.end()
+            self.close_presence()
 
     def run_steps(self) -> None:
         try:
             super().run_steps()
+            while self.step >= self.config.training.steps and not self.part_has_ended:
+                self.wait_for_last_save()
+                if self.step >= self.config.training.steps:
+                    break
+                super().run_steps()
         except BaseException:
             self.group.close()  # the others do not wait until a save in progress has ended
             raise
-        if self.step >= self.config.training.steps and not self.part_has_ended:
-            self.wait_for_last_save()
         self.group.close()
         self.files.end()  # what the summary at the end of the log is made from
 
@@ -258,11 +361,10 @@ class ReplicaTrainer(Trainer):
         self._has_begun = False
         if self.part_has_ended or self.stop.agreed:
             return
-        if self.group.step != self.step:
-            is_undone = self.group.step < self.step
-            self.step = self.group.step
-            self.step_check.reset()
-            (self.metrics.undo if is_undone else self.metrics.restart)(self.step)
+        self.follow_progress()
+        if self._postponed_save == self.step:
+            self.save(last=False)
+        self._postponed_save = -1
         training, dims = self.config.training, self.parallel_dims
         rows = rows_of(
             self.group.by_age.index(self.group.number),
@@ -274,6 +376,23 @@ class ReplicaTrainer(Trainer):
         )
         self.place.read(rows)
         self.metrics.tokens_per_step = len(rows) * dims.batch * training.seq_len  # of this replica
+
+    def follow_progress(self) -> None:
+        """Continue from the step of the group, which may be another one than that of this replica."""
+        beginning = self.group.progress[1]
+        if self.group.step == self.step and beginning == self._beginning:
+            return
+        is_undone, is_new = self.group.step < self.step, beginning != self._beginning
+        self.step, self._beginning = self.group.step, beginning
+        self.step_check.reset()
+        if not is_undone:
+            self.metrics.restart(self.step)
+        elif is_new:  # others have resumed from a checkpoint: no rollback of the run
+            started = {"run": self.group.run, "options": self.metrics.options, "same_process": True}
+            self.metrics.record_event(self.step, "start", started)
+            self.metrics.restart(self.step)
+        else:
+            self.metrics.undo(self.step)
 
     def agree_on_members(self, at_least: int = 1) -> None:
         """Ask for the members until there are so many or this replica is to stop, and log who has come and gone.
@@ -372,6 +491,9 @@ class ReplicaTrainer(Trainer):
             self.checkpointer.clock.agreed = False
             self.checkpointer.clock.start()
             return
+        if not last and self._postponed_save != self.step and self.has_hung():
+            self._postponed_save = self.step
+            return
         try:
             if self.acquire_lease(last):
                 super().save(last, required=required)
@@ -386,10 +508,9 @@ class ReplicaTrainer(Trainer):
     def acquire_lease(self, last: bool) -> bool:
         """Acquire the writer lease for a save; returns whether this replica still leads."""
         self.forget_superseded_save()
-        if self.leads_no_longer():
-            if last:
-                self.agree_on_members()
-            if not last or self.part_has_ended or not self.group.is_leader:
+        if last and self.has_hung():
+            self.agree_on_members()
+            if self.part_has_ended or not self.group.is_leader or self.group.step != self.step:
                 return False
         if rank() == 0:  # others leave after the last save, and do not add what this one may not write any more
             self.files.update(True)
@@ -397,26 +518,16 @@ class ReplicaTrainer(Trainer):
             self.group.close()
         with self.watchdog.watch(f"lease for step {self.step}"):
             self.checkpointer.take_lease(self.step)
-        self.group.generation = self.checkpointer.lease.generation
         return True
 
-    def leads_no_longer(self) -> bool:
-        """Whether another replica may have acquired the writer lease while this one hung.
+    def has_hung(self) -> bool:
+        """Whether this replica has not heard of the others for a while, so that another one may lead. Collective.
 
-        If this one has not heard of the others for a while, and does not know the newest lease, it does not save until
-        it has heard of them again.
+        Then it writes to the folder of the run only after it has heard of them again.
         """
-
-        def newest_generation() -> int:
-            has_hung = time.monotonic() - self.group.heard_at > HANG_SECONDS
-            return self.storage.read_lease().generation if has_hung else 0
-
-        found = broadcast_from_rank0(newest_generation, self.gloo_group)
-        if found <= self.group.generation:
-            return False
-        self.group.generation = found
-        logger.info("replicas: another replica may lead and save meanwhile")
-        return True
+        has_hung = torch.tensor(time.monotonic() - self.group.heard_at > HANG_SECONDS, dtype=torch.int64)
+        all_reduce(has_hung, self.gloo_group, torch.distributed.ReduceOp.MAX)
+        return bool(has_hung)
 
     def forget_superseded_save(self) -> None:
         """A replica that led, hung and came back may have a save in progress that another one has superseded."""
@@ -426,29 +537,34 @@ class ReplicaTrainer(Trainer):
             logger.warning("replicas: %s", error)
 
     def wait_for_last_save(self) -> None:
-        """Leave only when a replica has saved the last step: if the one that does it dies, another one does."""
+        """Leave only when a replica has saved the last step: if the one that does it dies, another one does.
+
+        If others have resumed from a checkpoint meanwhile, this replica is at their step then.
+        """
         if not self.config.checkpoint.enable:
             return
         while all(member.saved != self.step for member in self.group.members):
             self.agree_on_members()
             if self.part_has_ended:
                 return
+            if self.group.step < self.step:
+                self.follow_progress()
+                self._has_begun = True
+                return
             if self.group.is_leader and self.group.last_saved != self.step:
                 self.save(last=True)
 
     def roll_back(self) -> None:
         """The replica that leads loads the checkpoint. It is ahead then, and the others take its state."""
-        part, rollbacks, _ = self.group.progress
-        self.group.is_rolling_back = True
-        while self.group.progress[1] == rollbacks:
+        part, beginning, rollbacks, _ = self.group.progress
+        while self.group.progress[1:3] == (beginning, rollbacks):
             self.forget_superseded_save()
-            if self.group.is_leader and self.leads_no_longer():
-                self.group.is_rolling_back = False  # it takes another state
-            elif self.group.is_leader:
+            may_be_late = self.group.is_leader and self.has_hung()
+            self.group.is_rolling_back = not may_be_late
+            if self.group.is_leader and not may_be_late:
                 self.checkpointer.take_lease(self.step)
-                self.group.generation = self.checkpointer.lease.generation
                 super().roll_back()
-                self.group.progress = part, rollbacks + 1, self.step
+                self.group.progress = part, beginning, rollbacks + 1, self.step
                 self._has_begun = self.group.is_rolling_back = False
                 return
             self.agree_on_members()
@@ -456,6 +572,9 @@ class ReplicaTrainer(Trainer):
                 return
             self._has_begun = True
         self.group.is_rolling_back = False
+        if self.group.progress[1] != beginning:
+            self.follow_progress()
+            return
         self.step = self.group.step
         self.step_check.reset()
         self.metrics.undo(self.step)

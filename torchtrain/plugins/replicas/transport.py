@@ -12,6 +12,7 @@ from torchft.checkpointing import HTTPTransport
 
 from torchtrain.distributed.connections import gloo_options
 from torchtrain.errors import StorageError
+from torchtrain.plugins.replicas.group import reason_of
 from torchtrain.torch_internals import _streaming_load
 
 # Of torchft's servers, clients and groups, only urllib obeys http_proxy: gRPC is that of tonic, which knows no proxies.
@@ -78,7 +79,7 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
             super().configure(store_addr, *arguments, **options)
         except Exception as error:
             self.timed_out = self.has_passed(began)
-            why = (str(error) or repr(error)).splitlines()[0]
+            why = reason_of(error)
             at = store_addr.split("/")[0]
             raise StorageError(f"no connection with all members, which meet at {at}: {why}") from error
 
