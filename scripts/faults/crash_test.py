@@ -529,7 +529,7 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=0)
     parser.add_argument("--composed", type=int, default=0, help="rounds of crash_test_composed.py instead")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no round of --composed begins later")
-    parser.add_argument("--kinds", nargs="+", help="kinds of faults of --composed; default: all")
+    parser.add_argument("--kinds", nargs="+", help="kinds of the faults of --composed or --replicas; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", choices=["local", "s3"], default="local", help="s3: crash_test_s3.py")
     parser.add_argument(

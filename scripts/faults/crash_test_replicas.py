@@ -9,10 +9,18 @@ Each round waits until all replicas train, and after a random time injects one f
 - kill_all: SIGKILL to all; they resume from the newest checkpoint;
 - hang: SIGSTOP to a replica for longer than ``replicas.collective_timeout_seconds``, then SIGCONT;
 - lighthouse: a new lighthouse takes the place of the old one;
-- kill_without_lighthouse: a replica dies while there is no lighthouse.
+- kill_without_lighthouse: a replica dies while there is no lighthouse;
+- lose_node: a replica and the lighthouse die, and the replica that is started again is the first one that a new
+  lighthouse hears of;
+- hang_alive: the training thread of a replica waits, while its process and its heartbeats continue;
+- start_twice: a second process of a replica starts while the first one lives, which must end with 2;
+- start_slowly: a replica that is started waits before it registers, until all others have saved, and died;
+- pause_alone: the last living replica is suspended, and continues when others have resumed from a checkpoint.
 
-What died is started again. In the end all replicas are asked to stop. The last checkpoint, and each loss and gradient
-norm that any of them has logged, must be bitwise those of one job without replicas.
+What died is started again; no other replica may end. In the end all replicas are asked to stop, and some are started
+again with the last step as the last one of the run: they change nothing. Only the newest checkpoint is kept. It, and
+each loss and gradient norm that any replica has logged, must be bitwise those of one job without replicas; the metrics
+of the run have each step once, in order, but for those that are computed again from a checkpoint.
 
 The ranks are forked from a server that has imported PyTorch, so that a start takes about a second.
 """
@@ -31,17 +39,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 from crash_test import FOR_EVER, OPTIONS, metrics_in, numbers_in, write_training_data
 from crash_test_s3 import SMALL_MODEL, tensors
 
 from torchtrain.checkpoint.storage import open_storage
+from torchtrain.errors import SupersededError
+from torchtrain.metrics.history import UNDOING
 
 TIMEOUT_SECONDS = 300
+HELD, HANGS = "CRASH_TEST_HELD", "CRASH_TEST_HANGS"
+"""Environment variables with a file; while it exists, the replica does not register, or waits in a step."""
 COLLECTIVE_SECONDS = 5
 RUN = f"""
 {SMALL_MODEL} --training.sums exact --training.global_batch_size 12 --checkpoint.interval 5
---checkpoint.interval_minutes 0 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2
+--checkpoint.interval_minutes 0 --checkpoint.keep_latest_k 1 --metrics.log_freq 1 --lr_scheduler.warmup_steps 2
 --lr_scheduler.decay_type constant --report.no_enable
 """
 REPLICA = f"""
@@ -85,8 +98,28 @@ def train(options: list[str], environment: dict[str, str], log: Path) -> None:
         os.dup2(file.fileno(), 2)
     import torch
 
+    from torchtrain.config.registry import STEP_HOOKS
+    from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.plugins.replicas.group import ReplicaGroup
     from torchtrain.train import main
 
+    def wait_while(variable: str) -> None:
+        file = Path(environment.get(variable, "/none"))
+        while file.exists():
+            time.sleep(0.02)
+
+    connect = ReplicaGroup.connect
+
+    def connect_later(*arguments: Any, **named: Any) -> None:
+        wait_while(HELD)
+        connect(*arguments, **named)
+
+    class Hang(StepHook):
+        def before_microbatch(self, index: int) -> None:  # noqa: ARG002
+            wait_while(HANGS)
+
+    ReplicaGroup.connect = connect_later  # type: ignore[method-assign]
+    STEP_HOOKS.register("hang")(lambda _: Hang())
     torch.set_num_threads(1)
     os._exit(main(options))
 
@@ -118,6 +151,11 @@ class Trial:
     seconds_lost: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     seconds_to_join: list[float] = field(default_factory=list)
     processes: dict[int, list[BaseProcess]] = field(default_factory=dict)
+    replaced: list[BaseProcess] = field(default_factory=list)
+    """Processes of replicas of which others have been started, and which have not ended yet."""
+    started: dict[int, float] = field(default_factory=dict)
+    may_end: set[int] = field(default_factory=set)
+    """Replicas of which a rank was killed, so that the others end by themselves."""
     deaths: int = 0
 
     def __post_init__(self) -> None:
@@ -146,19 +184,26 @@ class Trial:
         started = []
         for rank in range(self.ranks):
             own = {**self.environment, **common, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            own |= {variable: str(self.flag(variable, name)) for variable in (HELD, HANGS)}
             process = self.context.Process(target=train, args=(options, own, self.log(name)), daemon=True)
             process.start()
             started.append(process)
         return started
 
+    def flag(self, variable: str, name: object) -> Path:
+        """The file of ``variable`` of a replica."""
+        return self.folder / f"{variable}-{name}"
+
     def log(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def start(self, replica: int) -> None:
+    def start(self, replica: int, steps: int = FOR_EVER) -> None:
+        self.may_end.discard(replica)
         words = [*REPLICA.split(), "--replicas.lighthouse", f"http://127.0.0.1:{self.port}"]
         words += ["--replicas.id", str(replica)]
         words += ["--checkpoint.folder", self.checkpoints] if self.checkpoints else []
-        self.processes[replica] = self.job(str(replica), self.dump, FOR_EVER, words)
+        self.started[replica] = time.time()
+        self.processes[replica] = self.job(str(replica), self.dump, steps, words)
 
     def is_over(self, replica: int) -> bool:
         return all(process.exitcode is not None for process in self.processes[replica])
@@ -190,13 +235,14 @@ class Trial:
         while not condition():
             for replica, processes in self.processes.items():
                 codes = [process.exitcode for process in processes]
-                # A rank whose neighbor was killed ends with 1; torchrun would kill it.
-                assert set(codes) <= {None, 0, 1, 75, -signal.SIGKILL, -signal.SIGABRT}, self.tail(replica)
-                if any(codes) and None in codes:
+                if replica in self.may_end and any(codes):
+                    # A rank whose neighbor was killed ends with 1; torchrun would kill it.
+                    assert set(codes) <= {None, 1, -signal.SIGKILL, -signal.SIGABRT}, self.tail(replica)
                     self.kill(replica)
                     self.deaths -= 1
-                if any(codes) and 75 not in codes:
                     self.start(replica)
+                else:
+                    assert set(codes) <= {None, -signal.SIGKILL}, self.tail(replica)
             assert time.monotonic() < deadline, "\n".join(self.tail(replica) for replica in self.processes)
             time.sleep(0.005)
 
@@ -211,17 +257,27 @@ class Trial:
         before = self.step()
         self.wait_for(lambda: all(self.step(of) >= before + 2 for of in self.processes))
 
+    def since_start(self, replica: int) -> list[dict[str, Any]]:
+        """The lines of metrics of the process of a replica that was started last."""
+        lines = metrics_in(self.dump / "replicas" / str(replica))
+        started = self.started[replica]
+        newest = [number for number, line in enumerate(lines) if line.get("time", 0) > started]
+        return lines[newest[0] :] if newest else []
+
     def usual_step(self) -> float:
         """Median duration of the last steps, in seconds."""
         lines = metrics_in(self.dump / "replicas/0")
         return statistics.median(line["step_seconds"] for line in lines[-20:] if "loss" in line)
 
+    def newest_checkpoint(self) -> int:
+        return max(open_storage(self.checkpoints or str(self.dump / "checkpoint")).steps(), default=0)
+
     def end(self) -> None:
-        for replica in self.processes:
-            self.send(replica, signal.SIGCONT)
-            for process in self.processes[replica]:
-                process.kill()
-                process.join()
+        for process in [*self.replaced, *(process for of in self.processes.values() for process in of)]:
+            if process.pid is not None and process.exitcode is None:
+                os.kill(process.pid, signal.SIGCONT)
+            process.kill()
+            process.join()
         self.kill_lighthouse()
 
 
@@ -235,6 +291,7 @@ def kill(trial: Trial) -> None:
 
 def kill_rank(trial: Trial) -> None:
     (victim,) = _choose(trial, 1)
+    trial.may_end.add(victim)
     process = trial.rng.choice(trial.processes[victim])
     process.kill()
     process.join()
@@ -277,8 +334,77 @@ def kill_without_lighthouse(trial: Trial) -> None:
     trial.start_lighthouse()
 
 
+def lose_node(trial: Trial) -> None:
+    (victim,) = _choose(trial, 1)
+    trial.flag(HELD, victim).touch()
+    trial.kill_lighthouse()
+    trial.kill(victim)
+    trial.start(victim)
+    time.sleep(trial.rng.uniform(2, 12))
+    trial.start_lighthouse()
+    while socket.socket().connect_ex(("127.0.0.1", trial.port)):
+        time.sleep(0.02)
+    trial.flag(HELD, victim).unlink()
+
+
+def hang_alive(trial: Trial) -> None:
+    (victim,) = _choose(trial, 1)
+    trial.flag(HANGS, victim).touch()
+    time.sleep(COLLECTIVE_SECONDS + trial.rng.uniform(1, 5))
+    trial.flag(HANGS, victim).unlink()
+
+
+def start_twice(trial: Trial) -> None:
+    (victim,) = _choose(trial, 1)
+    trial.replaced += trial.processes[victim]
+    trial.start(victim)
+
+    def has_ended() -> bool:
+        codes = {process.exitcode for process in trial.replaced}
+        assert codes <= {None, SupersededError.exit_code}, (codes, trial.tail(victim))
+        return None not in codes
+
+    trial.wait_for(has_ended)
+    trial.replaced.clear()
+
+
+def start_slowly(trial: Trial) -> None:
+    slow, *_ = _choose(trial, 1)
+    trial.flag(HELD, slow).touch()
+    trial.kill(slow)
+    trial.start(slow)
+    before = trial.newest_checkpoint()
+    trial.wait_for(lambda: trial.newest_checkpoint() > before)
+    time.sleep(trial.rng.uniform(0, 2))
+    trial.kill(*(replica for replica in trial.processes if replica != slow))
+    time.sleep(trial.rng.uniform(0, 8))
+    trial.flag(HELD, slow).unlink()
+
+
+def pause_alone(trial: Trial) -> None:
+    left, *others = trial.rng.sample(range(trial.replicas), trial.replicas)
+    trial.kill(*others)
+    before = trial.step()
+    steps = trial.rng.randrange(2, 8)
+    trial.wait_for(lambda: trial.step(left) > before + steps)
+    time.sleep(trial.rng.uniform(0, 2 * trial.usual_step()))
+    trial.send(left, signal.SIGSTOP)
+    for other in others:
+        trial.start(other)
+
+    def have_resumed() -> bool:
+        return all(len(numbers_in(trial.since_start(other))) > 1 for other in others)
+
+    trial.wait_for(have_resumed)
+    time.sleep(trial.rng.uniform(0, 3))
+    trial.send(left, signal.SIGCONT)
+
+
 Fault = Callable[[Trial], None]
-RARE: tuple[Fault, ...] = (kill_two, kill_joining, kill_all, hang, lighthouse, kill_without_lighthouse)
+RARE: tuple[Fault, ...] = (
+    *(kill_two, kill_joining, kill_all, hang, lighthouse, kill_without_lighthouse),
+    *(lose_node, hang_alive, start_twice, start_slowly, pause_alone),
+)
 FAULTS = (kill, kill_rank, *RARE)
 
 
@@ -312,8 +438,36 @@ def disturb(trial: Trial, rounds: list[Fault]) -> int:
         time.sleep(0.05)
     codes = {process.exitcode for processes in trial.processes.values() for process in processes}
     assert codes == {75}, "\n".join(map(trial.tail, trial.processes))
-    steps = open_storage(trial.checkpoints or str(trial.dump / "checkpoint")).steps()
-    return steps[-1]
+    return trial.newest_checkpoint()
+
+
+def start_again(trial: Trial, steps: int) -> None:
+    """Start replicas of the run, which is complete after ``steps``: they change nothing."""
+
+    def outputs() -> dict[str, bytes]:
+        files = [*trial.dump.glob("metrics*"), *trial.dump.glob("checkpoint/step-*/*")]
+        return {str(file): file.read_bytes() for file in files if file.is_file()}
+
+    before = outputs()
+    for replica in range(trial.replicas):
+        trial.start(replica, steps)
+    processes = [process for of in trial.processes.values() for process in of]
+    for process in processes:
+        process.join(TIMEOUT_SECONDS)
+    assert {process.exitcode for process in processes} == {0}, "\n".join(map(trial.tail, trial.processes))
+    assert outputs() == before
+
+
+def require_order(lines: list[dict[str, Any]]) -> None:
+    """Assert that each step comes once, in order, but for those after the step of a start or a rollback."""
+    last = 0
+    for line in lines:
+        if line.get("event") in UNDOING:
+            assert line["step"] <= last, (line, last)
+            last = line["step"]
+        elif "loss" in line and "event" not in line:
+            assert line["step"] == last + 1, f"step {line['step']} follows step {last}"
+            last = line["step"]
 
 
 def compare(trial: Trial, steps: int) -> tuple[int, int]:
@@ -324,6 +478,7 @@ def compare(trial: Trial, steps: int) -> tuple[int, int]:
         assert process.exitcode == 0, trial.log("undisturbed").read_text()
     expected = dict(numbers_in(metrics_in(undisturbed)))
     compared = 0
+    require_order(metrics_in(trial.dump))
     folders = [trial.dump, *(trial.dump / "replicas" / str(replica) for replica in trial.processes)]
     for folder in folders:
         for step, numbers in numbers_in(metrics_in(folder)):
@@ -352,9 +507,11 @@ def run(folder: Path, options: argparse.Namespace, rng: random.Random) -> None:
         checkpoints = crash_test_s3.URL
     trial = Trial(folder, rng, options.replicas, options.ranks, words, checkpoints=checkpoints, environment=environment)
     rounds = [rng.choice((kill, kill_rank)) for _ in range(options.kills)]
-    rounds += [RARE[number % len(RARE)] for number in range(options.faults)]
+    rare = [fault for fault in RARE if fault.__name__ in (options.kinds or (fault.__name__,))]
+    rounds += [rare[number % len(rare)] for number in range(options.faults)]
     rng.shuffle(rounds)
     steps = disturb(trial, rounds)
+    start_again(trial, steps)
     print(summary(trial, steps, *compare(trial, steps)))
 
 
