@@ -128,6 +128,10 @@ def test_shipped_configs_include_all_llama_sizes() -> None:
     [
         ("[trainning]\nsteps = 1", "trainning is not a known section; did you mean 'training'?"),
         ("[training]\nstep = 1", "training.step is not a known key; did you mean 'training.steps'?"),
+        ("[training]\nlr = 1e-3", r"training.lr is not a known key; did you mean 'optimizer.lr'\?"),
+        ("[validation]\nprompts = ['a']", r"validation.prompts is .*; did you mean 'evaluation.prompts'\?"),
+        ("[training]\ntotal_steps = 1", r"training.total_steps is .*; did you mean 'lr_scheduler.total_steps'\?"),
+        ("[optimizer]\nsteps = 1", r"optimizer.steps is .*; did you mean 'training.steps' or 'validation.steps'\?"),
         ("[training]\nsteps = '1'", "training.steps = '1' must be an integer"),
         ("[training]\nsteps = 1.5", "training.steps = 1.5 must be an integer"),
         ("[training]\nsteps = true", "training.steps = True must be an integer"),

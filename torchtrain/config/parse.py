@@ -39,6 +39,9 @@ Section = TypeVar("Section")
 BATCH_SIZE, BATCH_SCHEDULE = "training.global_batch_size", "training.global_batch_size_schedule"
 """A text as the value of the first option is that of the second."""
 
+MOST_OF_ONE_NAME = 3
+"""Options of one name in different sections that an unknown key of this name may mean."""
+
 TRAIN = "Pretrain a Llama model. Options may also be set in a TOML file (--job.config_file), by section and key."
 
 
@@ -195,9 +198,10 @@ def unknown_option(word: str, name: str, known: Iterable[str]) -> str:
     if table:
         return f"--{name}: set it in the config file, in the table {table}; the command line can then change it"
     options = [option.partition(".")[2] for option in known if option.startswith(f"{near[0]}.")]
-    closest = difflib.get_close_matches(rest, options, n=1)
-    if closest:
-        return f"--{name} is not a known option; did you mean '--{near[0]}.{closest[0]}'?"
+    closest = [f"{near[0]}.{option}" for option in difflib.get_close_matches(rest, options, n=1)]
+    meant = [f"'--{option}'" for option in (rest not in options and options_named(rest)) or closest]
+    if meant:
+        return f"--{name} is not a known option; did you mean {' or '.join(meant)}?"
     return f"--{name} is not a known option; python -m torchtrain.train --help {near[0]} lists those of [{near[0]}]"
 
 
@@ -410,7 +414,10 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
                 problems.append(f"{printable(inner)} is not a known key{': ' if about else ''}{about}")
         else:
             kind = "section" if isinstance(value, dict) and not prefix else "key"
+            elsewhere = options_named(key) if prefix else []
             hint = did_you_mean(key, sections or names, prefix)
+            if elsewhere:
+                hint = f"; did you mean {' or '.join(map(repr, elsewhere))}?"
             if is_whole and key in CONFIG_SECTIONS.of_plugins:
                 hint = f": it is of the plugin {CONFIG_SECTIONS.of_plugins[key]}, which is not installed"
             elif is_whole and isinstance(value, dict) and not hint.startswith("; did you mean"):
@@ -482,6 +489,13 @@ def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
     strings = [str(choice) for choice in choices]
     near = difflib.get_close_matches(word, strings, n=1)
     return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings) or 'none'}"
+
+
+def options_named(key: str) -> list[str]:
+    """The options of all sections that are named ``key``, as after one has moved; none if they are so many that the
+    name says little, such as ``enable``."""
+    named = sorted(option for option in option_types(command_line_type()) if option.rpartition(".")[2] == key)
+    return named if len(named) <= MOST_OF_ONE_NAME else []
 
 
 def to_toml(config: JobConfig) -> str:
