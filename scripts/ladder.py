@@ -10,7 +10,7 @@ with a dot are those of torchtrain.train, for all runs. head_dim, the width of t
 of the model, and the number of query heads for a key/value head are those of the config. What is fitted is the
 validation loss after the last step, so the config needs held-out data. With four sizes or more, the last one is also
 predicted from the others, and compared. docs/ladder.md explains the method and the outputs: a table, ladder.json and
-ladder.png. It needs SciPy: pip install 'torchtrain[ladder]'.
+ladder.png. It needs SciPy: pip install -e '.[ladder]' -c constraints.txt.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from torchtrain.config.tokens import format_tokens, tokens_to_steps
 from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.files import atomic_write
 from torchtrain.metrics.history import read_run
+from torchtrain.optional_packages import install_command
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVEL = 0.9  # of all intervals
@@ -835,7 +836,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         import scipy  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"the ladder needs the package scipy: pip install 'torchtrain[ladder]' ({error})") from None
+        raise ConfigError(f"the ladder needs the package scipy: {install_command('ladder')} ({error})") from None
     arguments.output = arguments.output.absolute()
     os.chdir(ROOT)  # relative paths in options start there, as those of run_llama_train.sh do
     ladder = Ladder(arguments, options)

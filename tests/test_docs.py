@@ -1,5 +1,6 @@
 """README and docs/ match the code: generated pages, links, options, and commands, each of which is run or listed."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -83,13 +84,13 @@ LISTED = {
         "run with fewer nodes by test_replicas_slurm.py"
     ),
     "pip install --target site .": "needs a package index; test_core.py installs a wheel",
-    "pip install -e '.[wandb]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[wandb]' -c constraints.txt": "needs a package index; run by .ci/run",
     "pip install -e '.[mlflow]'": "needs a package index",
     "pip install -e '.[trackio]'": "needs a package index",
     "python -m torchtrain.convert_config torchtitan_config.toml --output my_config.toml": (
         "needs a config of torchtitan; test_convert_config.py runs a similar command"
     ),
-    "pip install -e '.[eval]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[eval]' -c constraints.txt": "needs a package index; run by .ci/run",
     "pip install -e '.[dev]' -c constraints.txt": "needs a package index; run by .ci/run",
     "python -m venv /tmp/newest && . /tmp/newest/bin/activate && pip install -e '.[dev]'": "needs a package index",
     "{ head -1 constraints.txt; pip freeze --exclude-editable | sed 's/+cpu$//'; } > new.txt && mv new.txt "
@@ -106,9 +107,9 @@ LISTED = {
     "python scripts/benchmarks/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
     "pip install -e '.[bench]'": "needs a package index",
-    "pip install 'torchtrain[s3]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[s3]' -c constraints.txt": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --checkpoint.folder s3://my-bucket/my-run/checkpoint": "test_s3_checkpoints.py, with moto",
-    "pip install -e '.[float8]'": "needs a package index; run by .ci/run",
+    "pip install -e '.[float8]' -c constraints.txt": "needs a package index; run by .ci/run",
     "python scripts/benchmarks/benchmark.py # small sizes on a CPU": "takes minutes",
     "python scripts/benchmarks/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     "python scripts/benchmarks/benchmark.py --only vocabulary": "takes minutes",
@@ -192,7 +193,7 @@ LISTED = {
     "python scripts/recipes.py --output outputs/recipes --tokens 300000 --report --picture recipes.png": (
         "needs the runs of the line above"
     ),
-    "pip install 'torchtrain[ladder]'": "needs a package index",
+    "pip install -e '.[ladder]' -c constraints.txt": "needs a package index",
     "python scripts/ladder.py --output outputs/ladder --sizes 32x2 48x2 64x2 96x2 --next 128x2 --mup "
     "--rates 4e-3 1e-2 2.5e-2 --job.config_file train_configs/debug_model.toml --dry-run": (
         "tests/test_ladder.py runs a similar command"
@@ -216,7 +217,7 @@ LISTED = {
     '--prepare.output /data/prepared"': "needs a cluster; test_prepare.py divides the work in the same way",
     "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "
     "--prepare.output s3://my-bucket/prepared": "needs Ray and a bucket; test_prepare_ray.py runs it locally",
-    "pip install 'torchtrain[ray]'": "needs a package index",
+    "pip install -e '.[ray]' -c constraints.txt": "needs a package index",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
     "docker build --file scripts/kubernetes/Dockerfile --tag registry.example.com/torchtrain .": ON_KUBERNETES,
@@ -259,6 +260,24 @@ def test_every_command_is_run_or_listed(page: Path) -> None:
 def test_listed_commands_are_on_a_page() -> None:
     written = {command for page in PAGES for command in commands(page)}
     assert written >= set(COMMANDS) | set(LISTED)
+
+
+def test_no_message_and_no_page_installs_the_torchtrain_of_pypi() -> None:
+    """It is a package of somebody else. What an extra needs is named by ``optional_packages.install_command``."""
+    files = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    wrong = re.compile(r"""pip install (?:\S+ )*?['"]?torchtrain(?![\w/.-])|['"]torchtrain\[""")
+    assert wrong.search("pip install 'torchtrain[s3]'")
+    assert wrong.search("uv pip install --upgrade torchtrain")
+    assert not wrong.search("pip install torchtrain-llama")
+    for name in files:
+        if Path(name).name in ("CHANGELOG.md", "test_docs.py") or not (ROOT / name).is_file():
+            continue
+        with contextlib.suppress(UnicodeDecodeError):
+            text = " ".join((ROOT / name).read_text(encoding="utf-8").split())
+            for command in re.findall(r"pip install.{,60}|.torchtrain\[.{,60}", text):
+                assert not wrong.search(command), f"{name}: {command}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

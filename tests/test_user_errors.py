@@ -12,19 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli
 import xxhash
 from disk_faults import DiskFaults
 from forked_command import run_command
 from forked_run import ForkedRun
 
 import torchtrain
-from torchtrain import convert, generate, prepare, train
+from torchtrain import convert, generate, optional_packages, prepare, train
 from torchtrain.checkpoint.format import FileRecord, manifest_bytes, read_manifest
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.errors import ConfigError
+from torchtrain.optional_packages import install_command
 from torchtrain.plugins.evaluation.generate_command import read_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -369,6 +371,36 @@ def test_missing_packages_are_one_message_of_a_command() -> None:
     assert found.stderr == (
         "error: the packages that torchtrain needs are not installed: pip install -e . (README.md)\n"
     )
+
+
+def test_hint_names_the_packages_of_the_extra_and_the_constraints_of_the_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == optional_packages.DISTRIBUTION != "torchtrain"
+    (requirement,) = project["optional-dependencies"]["s3"]
+    monkeypatch.chdir(ROOT)
+    assert install_command("s3") == f"pip install '{requirement}' -c constraints.txt"
+    assert install_command("elastic") == "pip install 'torchft>=0.2,<0.3' -c constraints.txt"  # without its marker
+    assert "-c" not in install_command("mlflow", with_constraints=False)
+    monkeypatch.chdir(tmp_path)  # whatever the working folder
+    assert (tmp_path / install_command("s3").split()[-1]).samefile(ROOT / "constraints.txt")
+
+
+def test_hint_of_an_installed_package_has_the_requirements_of_its_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optional_packages, "ROOT", tmp_path)
+    assert install_command("s3") == "install the packages of 's3' in torchtrain's pyproject.toml"
+    info = tmp_path / f"{optional_packages.DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    elastic = "torchft<0.3,>=0.2; sys_platform == 'linux' and extra == 'elastic'"
+    lines = ["torch>=2.11", 's3fs>=2025.9; extra == "s3"', elastic]
+    fields = [f"Name: {optional_packages.DISTRIBUTION}", "Version: 1.0", *(f"Requires-Dist: {line}" for line in lines)]
+    (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *fields, ""]))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert install_command("s3") == "pip install 's3fs>=2025.9'"
+    assert install_command("elastic") == "pip install 'torchft<0.3,>=0.2'"
 
 
 def test_config_file_of_the_command_line_overrides_that_of_the_launcher(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     python scripts/benchmarks/interpret_kernels.py             # all functions, about 20 minutes
     python scripts/benchmarks/interpret_kernels.py RoPE loss   # functions whose names begin with these
 
-It needs torchtrain[dev], which contains Triton, and g++. The exit code is 1 if an error is above its bound, as in
+It needs Triton, which is in the extra dev, and g++. The exit code is 1 if an error is above its bound, as in
 tests/test_lowered_numerics.py.
 """
 

@@ -5,7 +5,7 @@
     python scripts/benchmarks/lower.py --matrix --match documents  # options with the 8B config, about 10 minutes in all
     python scripts/benchmarks/lower.py --bytes                                # bytes through memory by compiled graph
 
-It needs torchtrain[dev], which contains Triton, and g++. Two layers per pipeline stage are compiled. The exit code is 1
+It needs Triton, which is in the extra dev, and g++. Two layers per pipeline stage are compiled. The exit code is 1
 if a check of tests/test_lowering.py fails.
 """
 

@@ -44,6 +44,7 @@ LAYERS = {
         "errors",
         "devices",
         "labels",
+        "optional_packages",
         "pinned_memory",
         "progress",
         "torch_internals",

@@ -824,8 +824,8 @@ class MetricsConfig(Section, name="metrics"):
     enable_tensorboard: bool = True
     """Log metrics to TensorBoard."""
     writers: tuple[str, ...] = ()
-    """More writers of metrics: wandb, for Weights & Biases (pip install 'torchtrain[wandb]'; WANDB_MODE=offline writes
-    only to the dump folder), mlflow (pip install 'torchtrain[mlflow]'), trackio (pip install 'torchtrain[trackio]'), or
+    """More writers of metrics: wandb, for Weights & Biases (pip install -e '.[wandb]'; WANDB_MODE=offline writes
+    only to the dump folder), mlflow (pip install -e '.[mlflow]'), trackio (pip install -e '.[trackio]'), or
     one that a module in job.import registers (docs/extending.md)."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[metrics.options.NAME]: options of the writer NAME in writers: of wandb project and log_export, of mlflow

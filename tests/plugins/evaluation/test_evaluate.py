@@ -208,7 +208,7 @@ def remove_harness() -> None:
 def test_missing_harness_is_a_one_line_error() -> None:
     found = run_command("torchtrain.evaluate", "--tasks", "none", hook=remove_harness)
     assert found.returncode == 2
-    assert found.stderr.startswith("error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]'")
+    assert found.stderr.startswith("error: evaluation needs lm-evaluation-harness: pip install 'lm_eval>=")
     assert len(found.stderr.splitlines()) == 1
 
 

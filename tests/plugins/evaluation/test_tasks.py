@@ -320,7 +320,7 @@ def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert found.returncode == 2
     assert "error: evaluation.tasks: far are not tasks of lm-evaluation-harness; `lm-eval ls tasks`" in found.stderr
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"need lm-evaluation-harness: pip install 'torchtrain\[eval\]'"):
+    with pytest.raises(ConfigError, match=r"need lm-evaluation-harness: pip install 'lm_eval>="):
         check_validation_parts(
             JobConfig(
                 validation=ValidationConfig(enable=True, path="a"),

@@ -23,7 +23,7 @@ SHORT = ("--training.steps", str(STEPS))
 
 @pytest.fixture
 def azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AzureServer]:
-    pytest.importorskip("adlfs", reason="needs pip install 'torchtrain[azure]'")
+    pytest.importorskip("adlfs", reason="needs pip install -e '.[azure]'")
     if azurite() is None:
         pytest.skip("needs npm install --global azurite")
     server = AzureServer(tmp_path / "azurite")

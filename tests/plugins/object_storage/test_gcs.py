@@ -33,7 +33,7 @@ SHORT = ("--training.steps", str(STEPS))
 @pytest.fixture(scope="module")
 def server() -> Iterator[GCSServer]:
     if find_spec("gcsfs") is None:
-        pytest.skip("needs pip install 'torchtrain[gcs]'")
+        pytest.skip("needs pip install -e '.[gcs]'")
     if fake_gcs_server() is None:
         pytest.skip("needs fake-gcs-server")
     server = GCSServer()

@@ -116,7 +116,7 @@ def test_errors_of_urls_name_the_way_out(s3: S3Server, prepared: Path, monkeypat
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
-    with pytest.raises(ConfigError, match=r"not installed: pip install 'torchtrain\[s3\]'"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install 's3fs>="):
         make_loader(DataConfig(path=url))
 
 

@@ -27,6 +27,7 @@ from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.files import require_folder
+from torchtrain.optional_packages import install_command
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.evaluation.trained_model import load_model
 
@@ -42,7 +43,7 @@ try:
         task_data_error,
     )
 except ImportError as error:
-    sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: pip install 'torchtrain[eval]' ({error})\n")
+    sys.stderr.write(f"error: evaluation needs lm-evaluation-harness: {install_command('eval')} ({error})\n")
     sys.exit(ConfigError.exit_code)
 
 # Modules of the harness that raise errors about its options.

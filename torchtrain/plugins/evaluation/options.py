@@ -20,8 +20,8 @@ class EvaluationConfig(Section, name="evaluation"):
     prompt_temperature: NotNegative = 0.8
     """Divides the logits before a token is sampled; 0 always selects the most likely token."""
     tasks: tuple[str, ...] = ()
-    """Tasks of lm-evaluation-harness that are scored at each validation, such as "hellaswag" (pip install
-    'torchtrain[eval]'; docs/watching.md)."""
+    """Tasks of lm-evaluation-harness that are scored at each validation, such as "hellaswag" (pip install -e '.[eval]';
+    docs/watching.md)."""
     tasks_path: LocalPath = ""
     """Folder with task definitions (YAML) of your own."""
     tasks_limit: CountOrZero = 0

@@ -6,6 +6,7 @@ from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import ConfigError
 from torchtrain.metrics.validation import ValidationContext, ValidationPart, ValidationPartFactory
+from torchtrain.optional_packages import install_command
 from torchtrain.plugins.evaluation.options import EvaluationConfig
 from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
 
@@ -30,7 +31,7 @@ class TasksFactory(ValidationPartFactory):
     @staticmethod
     def check(config: JobConfig, tokenizer: Tokenizer) -> None:  # noqa: ARG004
         if section_of(config, EvaluationConfig).tasks and importlib.util.find_spec("lm_eval") is None:
-            raise ConfigError("evaluation.tasks need lm-evaluation-harness: pip install 'torchtrain[eval]'")
+            raise ConfigError(f"evaluation.tasks need lm-evaluation-harness: {install_command('eval')}")
 
     @staticmethod
     def check_data(config: JobConfig) -> None:

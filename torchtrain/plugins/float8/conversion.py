@@ -12,6 +12,7 @@ from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import module_in_block
 from torchtrain.models.spec import Decoder, DecoderConfig, matrix_shapes, spec_of
+from torchtrain.optional_packages import install_command
 from torchtrain.parallelisms.linear_conversion import LinearConversion
 from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, LinearStyles
 from torchtrain.plugins.float8.options import Float8Config
@@ -50,7 +51,7 @@ class Float8(LinearConversion):
                 f"{given} needs a GPU of compute capability 8.9 or higher (Ada, Hopper), and {found}; set 'none'"
             )
         if not importlib.util.find_spec("torchao"):
-            raise ConfigError(f"{given} needs the package torchao: pip install 'torchtrain[float8]'")
+            raise ConfigError(f"{given} needs the package torchao: {install_command('float8')}")
         if tokens % MULTIPLE:
             raise ConfigError(
                 f"{given} needs a multiple of {MULTIPLE} tokens at once, and a rank has {tokens}, those of a "

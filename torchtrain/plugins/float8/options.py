@@ -15,7 +15,7 @@ class Float8Config(Section, name="float8"):
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
     """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster, and tensor
     parallelism gathers activations in float8; rowwise: one scale per row, more accurate. It requires a GPU of compute
-    capability 8.9 or higher and pip install 'torchtrain[float8]'. Master weights, optimizer states and checkpoints do
+    capability 8.9 or higher and pip install -e '.[float8]'. Master weights, optimizer states and checkpoints do
     not change."""
     enable_fsdp_float8_all_gather: bool = True
     """With tensorwise scaling, all-gather the weights in float8, which halves the communicated bytes."""

@@ -19,6 +19,7 @@ from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.writers import MetricsWriter, WriterContext, grouped, hyperparameters
+from torchtrain.optional_packages import install_command
 
 RUN_TAG = "torchtrain.run"  # id of the run, by which a start finds its MLflow run
 STEP_TAG = "torchtrain.step"  # the last step of which metrics are stored
@@ -74,7 +75,8 @@ class MLflow(MetricsWriter):
     def check(cls, options: Mapping[str, Any]) -> None:
         own_options(options)
         if importlib.util.find_spec("mlflow") is None:
-            raise ConfigError("metrics.writers = ['mlflow'] needs the package mlflow: pip install 'torchtrain[mlflow]'")
+            command = install_command("mlflow", with_constraints=False)  # it requires other versions
+            raise ConfigError(f"metrics.writers = ['mlflow'] needs the package mlflow: {command}")
 
     def __init__(self, context: WriterContext) -> None:
         self.requests: queue.Queue[Callable[[], None] | None] = queue.Queue(WAITING_LINES)

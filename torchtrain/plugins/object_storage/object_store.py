@@ -23,6 +23,7 @@ from fsspec.asyn import AsyncFileSystem
 from torchtrain.errors import ConfigError, DataError, StorageError, TorchtrainError
 from torchtrain.files import BLOCK_BYTES, MISSING, TRANSIENT_ERRNOS, scheme_of
 from torchtrain.logging import logger
+from torchtrain.optional_packages import install_command
 
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ def open_file_system(url: str, option: str) -> tuple[fsspec.AbstractFileSystem, 
     try:
         file_system, path = fsspec.core.url_to_fs(f"{scheme}{url[len(scheme) :]}", **options)
     except ImportError as error:
-        hint = f"pip install 'torchtrain[{EXTRAS[scheme]}]'" if scheme in EXTRAS else str(error)
+        hint = install_command(EXTRAS[scheme]) if scheme in EXTRAS else str(error)
         raise ConfigError(f"{option} = {url!r} needs a package that is not installed: {hint}") from error
     except ValueError as error:
         if scheme not in fsspec.available_protocols():

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 from torchtrain.config.schema import JobConfig, option_of_plugin
 from torchtrain.errors import ConfigError
+from torchtrain.optional_packages import install_command
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
 STREAMED = ("remote_files", "hub")
@@ -14,7 +15,7 @@ STREAMED = ("remote_files", "hub")
 def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
     """Raise ConfigError if replicas cannot train with ``config``, or a package is missing."""
     if find_spec("torchft") is None:
-        raise ConfigError("replicas.lighthouse needs the package torchft: pip install 'torchtrain[elastic]'")
+        raise ConfigError(f"replicas.lighthouse needs the package torchft: {install_command('elastic')}")
     if not replicas.own_id:
         raise ConfigError(
             "replicas.id is empty, and neither SLURM_ARRAY_TASK_ID nor JOB_COMPLETION_INDEX is set: give each replica "

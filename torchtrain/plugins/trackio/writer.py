@@ -15,6 +15,7 @@ from torchtrain.files import atomic_write
 from torchtrain.logging import logger
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.writers import MetricsWriter, WriterContext, grouped, hyperparameters
+from torchtrain.optional_packages import install_command
 
 NAME_FILE = "trackio_run"  # in the dump folder and in checkpoints: the name of the Trackio run
 
@@ -54,9 +55,8 @@ class Trackio(MetricsWriter):
     def check(cls, options: Mapping[str, Any]) -> None:
         own_options(options)
         if importlib.util.find_spec("trackio") is None:
-            raise ConfigError(
-                "metrics.writers = ['trackio'] needs the package trackio: pip install 'torchtrain[trackio]'"
-            )
+            command = install_command("trackio", with_constraints=False)  # it requires other versions
+            raise ConfigError(f"metrics.writers = ['trackio'] needs the package trackio: {command}")
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context

@@ -13,6 +13,7 @@ from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.writers import MetricsWriter, WriterContext, grouped, hyperparameters
+from torchtrain.optional_packages import install_command
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class WeightsAndBiases(MetricsWriter):
     def check(cls, options: Mapping[str, Any]) -> None:
         own_options(options)
         if importlib.util.find_spec("wandb") is None:
-            raise ConfigError("metrics.writers = ['wandb'] needs the package wandb: pip install 'torchtrain[wandb]'")
+            raise ConfigError(f"metrics.writers = ['wandb'] needs the package wandb: {install_command('wandb')}")
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
