@@ -5,6 +5,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import tomli
+from docs_checks import blocks, check_commands, check_toml, options_of_run, run_checks
 
 from torchtrain.config.schema import key_of, section_types
 
@@ -39,6 +42,7 @@ COMMANDS = [
     "./run_llama_train.sh --data.path prepared --job.dump_folder outputs/prepared",
     "python -m torchtrain.prepare --prepare.output prepared --prepare.verify",
     "python scripts/docs/document_config.py",
+    "python -m torchtrain.check 32 --job.config_file train_configs/debug_model.toml --training.steps 50000",
 ]
 PLANNED = "takes half a minute; test_estimate.py runs a similar command"
 AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
@@ -233,6 +237,8 @@ LISTED = {
         "needs two machines; tests/test_multinode.py has two agents on one"
     ),
 }
+OF_TORCHTITAN = [command for command in LISTED if "torchtitan_config.toml" in command]
+OF_OTHERS = ("model", "model_args", "tasks", "limit", "nnodes", "nproc-per-node")  # of lm_eval and torchrun
 COMMAND = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:\./run_llama|python |torchrun |sbatch |pip |pytest|tensorboard |ruff |apt-get )"
 )
@@ -255,6 +261,60 @@ def commands(page: Path) -> list[str]:
 def test_every_command_is_run_or_listed(page: Path) -> None:
     for command in commands(page):
         assert command in COMMANDS or command in LISTED, f"{page.name}: {command!r} is neither run by a test nor listed"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=lambda page: page.name)
+def test_toml_blocks_are_configs_that_a_run_accepts(page: Path, tmp_path: Path) -> None:
+    assert run_checks(check_toml, tmp_path, page) == ""
+
+
+def test_toml_block_with_a_section_that_moved_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```toml\n[validation]\nprompts = ['a']\n```\n")
+    assert "did you mean 'evaluation.prompts'?" in run_checks(check_toml, tmp_path, page)
+
+
+def test_options_of_listed_commands_are_valid(tmp_path: Path) -> None:
+    """Of those that train, estimate or prepare. test_names_in_listed_commands_exist is about the others."""
+    found = [command for command in LISTED if options_of_run(command) is not None and command not in OF_TORCHTITAN]
+    assert len(found) > 30
+    assert run_checks(check_commands, tmp_path, found) == ""
+    wrong = tmp_path / "wrong"
+    wrong.mkdir()
+    with_error = ["./run_llama_train.sh --validation.path a.jsonl --evaluation.prompt a"]
+    assert "SystemExit" in run_checks(check_commands, wrong, with_error)
+
+
+def test_names_in_listed_commands_exist() -> None:
+    """Files, modules, markers, extras and the options of scripts and of commands without a config."""
+    project = tomli.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    markers = {marker.partition(":")[0] for marker in project["tool"]["pytest"]["ini_options"]["markers"]}
+    extras = project["project"]["optional-dependencies"]
+    for command in LISTED:
+        words = shlex.split(command, comments=True)
+        for number, word in enumerate(words):
+            if word.startswith(("scripts/", "tests/", "train_configs/")):
+                assert (ROOT / word).exists(), command
+            if word == "-m" and words[number - 1].startswith("pytest"):
+                assert words[number + 1] in markers, command
+            assert all(extra in extras for extra in re.findall(r"^\.\[(\w+)\]$", word)), command
+            if word == "-m" and words[number + 1].startswith("torchtrain."):
+                assert (ROOT / f"{words[number + 1].replace('.', '/')}.py").is_file(), command
+        script = next((word for word in words if word.startswith("scripts/") and word.endswith(".py")), None)
+        module = next((word for word in words if word.startswith("torchtrain.")), "")
+        if options_of_run(command) is None and (script or module):
+            text = source_of_command(script or f"{module.replace('.', '/')}.py")
+            for option in re.findall(r"(?<=\s)--([a-z][\w-]*)(?![\w.-])", command):
+                names = (f'"--{option}"', f"{option.replace('-', '_')}:", f'"{option}"')
+                assert any(name in text for name in names) or option in OF_OTHERS, f"{command}: no option --{option}"
+
+
+def source_of_command(name: str) -> str:
+    """The source of a script, or of a command with the modules of its plugin."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    plugin = re.search(r"torchtrain\.plugins\.\w+", text)
+    files = sorted((ROOT / plugin[0].replace(".", "/")).glob("*.py")) if plugin else []
+    return text + "".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def test_listed_commands_are_on_a_page() -> None:
