@@ -357,6 +357,38 @@ def test_scripts_keep_the_files_in_their_folder(tmp_path: Path, script: str, opt
     assert (tmp_path / "mine").exists()
 
 
+def check(*options: str, ranks: str = "8") -> "subprocess.CompletedProcess[str]":
+    return run_command("torchtrain.check", ranks, f"--job.config_file={ROOT}/train_configs/debug_model.toml", *options)
+
+
+def test_check_describes_the_run_on_the_given_ranks_and_stores_nothing(tmp_path: Path) -> None:
+    found = check(f"--job.dump_folder={tmp_path}/run", "--parallelism.tensor_parallel_degree=2")
+    assert found.returncode == 0, found.stderr
+    assert "8 ranks: shard 4 x tensor 2" in found.stderr
+    assert "batch        32 sequences" in found.stderr  # 8 on each of 4 data-parallel ranks
+    assert "no errors found" in found.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "message"),
+    [
+        (["--training.global_batch_size=8"], "8", "global_batch_size = 8 must be a multiple of local_batch_size = 8"),
+        (["--data.path={}/a.jsonl"], "8", "a.jsonl"),
+        (["--model.tokenizer_path={}/a"], "8", "model.tokenizer_path = "),
+        (["--checkpoint.folder={}/file/a"], "8", "file"),
+        (["--job.device=cpu", "--float8.recipe=tensorwise"], "8", "this is a CPU"),
+        ([], "none", "the first argument must be the number of ranks of the run"),
+    ],
+)
+def test_check_rejects_what_would_end_the_run(tmp_path: Path, options: list[str], ranks: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    given = [option.format(tmp_path) for option in options]
+    found = check(f"--job.dump_folder={tmp_path}/run", *given, ranks=ranks)
+    assert (found.returncode, "Traceback" in found.stderr) == (2, False), found.stderr
+    assert message in found.stderr.partition("error: ")[2]
+
+
 @pytest.mark.parametrize("module", ["train", "prepare", "convert", "generate", "estimate", "compare", "launch"])
 def test_every_command_has_a_version(module: str) -> None:
     found = run_command(f"torchtrain.{module}", "--version")

@@ -62,7 +62,7 @@ from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDete
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
-from torchtrain.files import atomic_write, require_folder
+from torchtrain.files import atomic_write, is_url, require_folder
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import validation_losses
@@ -98,6 +98,9 @@ from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.resolve import resolve_layout
+
+ASSUMED_CAPABILITY = (9, 0)
+"""Compute capability of a GPU for which all options are valid, where a run is checked without one."""
 
 
 class Trainer:
@@ -704,22 +707,89 @@ def check_config(
     saved: SavedRun,
 ) -> None:
     """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
-    check_writers(config.metrics)
     check_attention_backend(config.training.attention_backend, device)
+    check_layout(config, device, dims, model)
+    if not config.training.enable_cpu_offload:
+        check_memory(config, dims, model, *memory_of(device))
+    check_options(config, device, dims, model, tokenizer, saved)
+
+
+def check_options(
+    config: JobConfig,
+    device: torch.device,
+    dims: ParallelDims,
+    model: DecoderConfig,
+    tokenizer: Tokenizer,
+    saved: SavedRun,
+) -> None:
+    """The checks of ``check_config`` that do not ask ``device`` for its properties."""
+    check_writers(config.metrics)
     document_start(config, tokenizer)
     initial = config.checkpoint.initial_load_path
     if initial and not saved.exists:  # a resumed run does not read it
         find_weights(initial)
-    check_layout(config, device, dims, model)
     for section in config.plugins.values():
         section.check_run(config, device, dims)
-    if not config.training.enable_cpu_offload:
-        check_memory(config, dims, model, *memory_of(device))
     check_optimizer(config.optimizer, parameter_shapes(model), model)
     if config.validates:
         check_validation_parts(config, tokenizer)
     for exporter in exporters(config):
         exporter.check(config, model)
+
+
+def check_run(config: JobConfig, ranks: int) -> None:
+    """Check the run with ``config`` on a number of ranks in this one process, and log its description.
+
+    What a ``Trainer`` checks and opens before it builds the model: options, tokenizer, data, and whether the outputs
+    can be written. Without a GPU here, the run is checked for GPUs as if they had all features, unless ``job.device``
+    is "cpu".
+
+    Raises:
+        ConfigError, DataError, CheckpointError, StorageError: as ``Trainer`` does.
+    """
+    saved = SavedRun(config)
+
+    def resolve_one(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
+        resolved, _, model, _ = resolve(own, ranks, saved)
+        return resolved, model
+
+    device = pick_device(config.job.device)
+    is_absent = device.type == "cpu" and config.job.device == "auto"
+    if is_absent:
+        device = torch.device("cuda")
+        logger.info("this machine has no GPU: what depends on the GPU, such as its memory, is not checked")
+    for number, own in enumerate(plan_of(config).resolve(resolve_one)):
+        own, tokenizer, model, dims = resolve(own, ranks, saved)
+        if is_absent:
+            check_layout(own, device, dims, model, capability=ASSUMED_CAPABILITY)
+            check_options(own, device, dims, model, tokenizer, saved)
+        else:
+            check_config(own, device, dims, model, tokenizer, saved)
+        own = with_pinned_data(own, saved)
+        host = torch.device("cpu")  # of the batches, which are not read
+        loader, _ = build_loaders(own, tokenizer, dims, host, None)
+        if number == 0:
+            require_choice(config)
+            require_possible_folder(own.job.dump_folder, "job.dump_folder")
+            if own.checkpoint.enable:
+                saved.storage.check_access()
+                if not is_url(location := own.checkpoint.location(own.job.dump_folder)):
+                    require_possible_folder(location, "checkpoint.folder")
+        newest = max(saved.storage.steps(), default=0)
+        checkpoint = str(saved.storage.open(newest)) if newest else ""
+        describe_run(own, model, device, dims, loader.sources, tokenizer, newest, checkpoint).log()
+
+
+def require_possible_folder(path: str, option: str) -> None:
+    """``require_folder``, which leaves no folder behind that did not exist."""
+    folder = Path(path)
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    try:
+        require_folder(folder, f"{option} = {path!r}")
+    finally:
+        for made in missing:
+            with suppress(OSError):  # it was not made, or somebody else uses it
+                made.rmdir()
 
 
 def exporters(config: JobConfig) -> list[Exporter]:
@@ -763,9 +833,10 @@ def build_loaders(
     tokenizer: Tokenizer,
     dims: ParallelDims,
     device: torch.device,
-    group: torch.distributed.ProcessGroup,
+    group: torch.distributed.ProcessGroup | None,
 ) -> tuple[DataLoader, dict[str, DataLoader]]:
-    """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective."""
+    """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective,
+    unless ``group`` is None."""
     rows_per_part = config.training.global_batch_size // dims.batch
     first_row = dims.batch_rank(rank()) * rows_per_part
     open_loader = partial(

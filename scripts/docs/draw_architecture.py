@@ -25,6 +25,7 @@ LAYERS = {
         "compare",
         "explain",
         "convert_config",
+        "check",
         "launch",
     ),
     "plugins": ("plugins",),

@@ -1,5 +1,6 @@
 """Describe a run before its first step: a banner in the log, and the same as a record in ``metrics.jsonl``."""
 
+import math
 import os
 import platform
 import shutil
@@ -19,7 +20,7 @@ from torchtrain.cpu.build import has_batched_attention_backward
 from torchtrain.datasets.data_source import DataSource, SourceSize
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
-from torchtrain.distributed.process_group import rank, world_size
+from torchtrain.distributed.process_group import rank
 from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, logger, terminal_width
 from torchtrain.models.spec import DecoderConfig, count_parameters
@@ -58,6 +59,7 @@ def describe_run(
     """Describe the run with the resolved ``config``.
 
     Args:
+        device: what the run trains on; it may be a GPU where there is none, as for ``trainer.check_run``.
         sources: those of ``config.data``. Only rank 0 asks them for their sizes.
         start_step: the step from which the run resumes; 0 in a new run.
         resumes_from: what has the state of this step.
@@ -164,8 +166,12 @@ def _source_rows(sources: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _devices(device: torch.device, layout: dict[str, int]) -> str:
-    ranks, local = world_size(), int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or world_size()
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu ({platform.machine()})"
+    ranks = math.prod(layout.values())
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or ranks
+    if device.type == "cpu":
+        name = f"cpu ({platform.machine()})"
+    else:
+        name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "GPUs"
     machines = f" on {-(-ranks // local)} machines" if ranks > local else ""
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.items())
     return f"{name}, {ranks} rank{'s' * (ranks > 1)}{machines}{f': {axes}' if axes else ''}"
@@ -208,6 +214,8 @@ def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, di
     converted = f" and {conversion.label}" if conversion is not None else ""
     sums = "" if config.training.sums == "fast" else f", {config.training.sums} sums"
     context = dims.context > 1
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return f"{dtype}{converted}{sums}; attention: {backend}"
     attention = attention_backend_name(
         backend, model, getattr(torch, dtype), device, documents=documents, context=context
     )
