@@ -64,7 +64,7 @@ LISTED = {
     "torchft_lighthouse --min_replicas 1 --bind 127.0.0.1:29510": ON_A_LAPTOP,
     f"{REPLICA} 0": ON_A_LAPTOP,
     f"{REPLICA} 1": ON_A_LAPTOP,
-    "kubectl apply -f scripts/kubernetes/replicas.yaml": "tests/test_kubernetes.py checks the file",
+    "kubectl apply -f scripts/kubernetes/replicas/replicas.yaml": "tests/test_kubernetes.py checks the file",
     'OPTIONS="--job.import parallel_block --model.name parallel_block --training.steps 10 '
     '--training.mixed_precision_param float32"': OWN_MODEL,
     "./run_llama_train.sh $OPTIONS --job.dump_folder outputs/one": OWN_MODEL,

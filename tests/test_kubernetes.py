@@ -38,7 +38,7 @@ def job_of(name: str) -> dict[str, Any]:
 def test_manifests_are_valid() -> None:
     validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
     # No package has the schema of JobSet itself.
-    in_jobset = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "nodes"}, **job_of("jobset.yaml")}
+    in_jobset = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "nodes"}, **job_of("jobset/jobset.yaml")}
     for manifest in (*manifests("base/job.yaml").values(), in_jobset):
         for version in ("1.31", validation.latest_version()):
             validation.validate(manifest, version, strict=True)
@@ -47,7 +47,7 @@ def test_manifests_are_valid() -> None:
         validation.validate(in_jobset, "1.31", strict=True)
 
 
-@pytest.mark.parametrize("name", ["base/job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["base/job.yaml", "jobset/jobset.yaml"])
 def test_manifest_agrees_with_the_code(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = job_of(name)
     spec, container = job["spec"], container_of(job)
@@ -76,14 +76,14 @@ def test_pods_find_the_pod_with_index_0_by_name() -> None:
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
     assert f"--master-addr={job['metadata']['name']}-0.{service['metadata']['name']}" in container_of(job)["args"]
     # JobSet names the pod after the JobSet, the replicated job and two indices, and the Service after the JobSet.
-    jobset = manifests("jobset.yaml")["JobSet"]
+    jobset = manifests("jobset/jobset.yaml")["JobSet"]
     name, replicated = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     address = f"--master-addr={name}-{replicated}-0-0.{name}"
-    assert address in container_of(job_of("jobset.yaml"))["args"]
+    assert address in container_of(job_of("jobset/jobset.yaml"))["args"]
 
 
 def test_jobset_has_the_same_pods() -> None:
-    job, in_jobset = job_of("base/job.yaml"), job_of("jobset.yaml")
+    job, in_jobset = job_of("base/job.yaml"), job_of("jobset/jobset.yaml")
     pod, pod_in_jobset = job["spec"]["template"]["spec"], in_jobset["spec"]["template"]["spec"]
     assert pod.pop("subdomain") == "torchtrain"  # JobSet sets it
     different = {*container_of(job).pop("args")} ^ {*container_of(in_jobset).pop("args")}
@@ -91,7 +91,7 @@ def test_jobset_has_the_same_pods() -> None:
     assert pod == pod_in_jobset
 
 
-@pytest.mark.parametrize("name", ["base/job.yaml", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["base/job.yaml", "jobset/jobset.yaml"])
 def test_exit_codes_decide_about_a_restart(name: str) -> None:
     job = job_of(name)
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
@@ -108,13 +108,21 @@ def test_exit_codes_decide_about_a_restart(name: str) -> None:
         assert job["spec"]["backoffLimit"] == 0
 
 
-@pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which builds overlays")
+def build_overlay(name: str) -> dict[str, dict[str, Any]]:
+    """The objects that an overlay builds, by kind."""
+    command = ["kubectl", "kustomize", f"scripts/kubernetes/overlays/{name}"]
+    built = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
+    return {entry["kind"]: entry for entry in yaml.safe_load_all(built)}
+
+
+NEEDS_KUBECTL = pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl, which builds overlays")
+
+
+@NEEDS_KUBECTL
 @pytest.mark.parametrize("name", ["cpu", "gpu", "rdma"])
 def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) -> None:
     validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
-    command = ["kubectl", "kustomize", f"scripts/kubernetes/overlays/{name}"]
-    built = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=120).stdout
-    kinds = {entry["kind"]: entry for entry in yaml.safe_load_all(built)}
+    kinds = build_overlay(name)
     assert kinds.keys() == {"ConfigMap", "Job", "Service", "ServiceAccount"}
     for manifest in kinds.values():
         validation.validate(manifest, "1.31", strict=True)
@@ -143,8 +151,62 @@ def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) ->
     assert mounts == {"/dev/shm", "/config", "/torchtrain/outputs"}
 
 
+@NEEDS_KUBECTL
+@pytest.mark.parametrize("name", ["jobset", "replicas"])
+def test_overlay_of_a_jobset_has_the_pods_of_the_jobs_overlay(name: str) -> None:
+    validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
+    job, kinds = build_overlay("gpu")["Job"], build_overlay(name)
+    others = {"Deployment", "Service"} if name == "replicas" else set()
+    assert kinds.keys() == {"ConfigMap", "JobSet", "ServiceAccount"} | others  # JobSet makes the headless Service
+    (replicated,) = kinds["JobSet"]["spec"]["replicatedJobs"]
+    in_jobset = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, **replicated["template"]}
+    for manifest in (in_jobset, *(kind for name, kind in kinds.items() if name != "JobSet")):
+        validation.validate(manifest, "1.31", strict=True)
+    # All else is that of the JobSet without an overlay.
+    (plain,) = manifests(f"{name}/{name}.yaml")["JobSet"]["spec"]["replicatedJobs"]
+    pod, plain_pod = (one["template"]["spec"]["template"].pop("spec") for one in (replicated, plain))
+    assert replicated == plain
+    labels = kinds["JobSet"]["metadata"]["labels"]
+    assert labels == job["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "training"}
+    pod_of_job = job["spec"]["template"]["spec"]
+    (own,), (of_job,), (of_plain,) = (one["containers"] for one in (pod, pod_of_job, plain_pod))
+    pod_of_job.pop("subdomain")
+    added = {*of_plain["args"]} - {*container_of(job_of("base/job.yaml"))["args"]}
+    assert {*own["args"]} == {*of_job["args"]} - {"--master-addr=torchtrain-0.torchtrain"} | added
+    assert own["env"] == [one for one in of_plain["env"] if "valueFrom" in one] + of_job["env"]
+    for container in (own, of_job):
+        del container["args"], container["env"]
+    assert pod == pod_of_job
+    (volume,) = (volume for volume in pod["volumes"] if "configMap" in volume)
+    assert volume["configMap"]["name"] == kinds["ConfigMap"]["metadata"]["name"]
+    if others:
+        lighthouse = kinds["Deployment"]["spec"]["template"]["spec"]
+        for key in ("serviceAccountName", "imagePullSecrets"):
+            assert lighthouse[key] == pod[key]
+        assert lighthouse["containers"][0]["securityContext"] == own["securityContext"]
+
+
+@NEEDS_KUBECTL
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root, for other users")
+def test_containers_of_the_rdma_overlay_can_pin_memory() -> None:
+    """Started as by a container runtime, with the user and capabilities of the securityContext, and a low limit."""
+    context = container_of(build_overlay("rdma")["Job"])["securityContext"]
+    program = "import ctypes, os; os._exit(ctypes.CDLL(None).mlock(ctypes.create_string_buffer(2**20), 2**20) & 3)"
+
+    def pin(user: int) -> int:
+        capabilities = ",".join(["-all", *(f"+{name.lower()}" for name in context["capabilities"]["add"])])
+        words = ["prlimit", "--memlock=65536:65536", "setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        words += [f"--inh-caps={capabilities}", f"--bounding-set={capabilities}", "--no-new-privs"]
+        return subprocess.run([*words, "/usr/bin/env", "python3", "-S", "-c", program], cwd="/", timeout=60).returncode
+
+    assert context["capabilities"]["drop"] == ["ALL"]
+    assert context["allowPrivilegeEscalation"] is False
+    assert pin(context["runAsUser"]) == 0
+    assert pin(1000) == 3  # https://github.com/kubernetes/kubernetes/issues/56374
+
+
 def test_replicas_are_jobs_that_are_started_again_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = manifests("replicas.yaml")
+    kinds = manifests("replicas/replicas.yaml")
     jobset, service, lighthouse = kinds["JobSet"], kinds["Service"], kinds["Deployment"]
     (replicated,) = jobset["spec"]["replicatedJobs"]
     job = replicated["template"]
