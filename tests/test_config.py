@@ -401,6 +401,15 @@ def test_other_values_of_booleans_are_rejected() -> None:
         parse(["--compile.enable=on"])
 
 
+def test_help_of_a_word_finds_options_of_all_sections(capsys: pytest.CaptureFixture[str]) -> None:
+    named, _, described = help_of(capsys, "--help", "lr").partition("options whose description has 'lr':")
+    names = re.findall(r"^  --([\w.]+) ", named, re.MULTILINE)
+    assert {"optimizer.lr", "optimizer.hidden.lr_factor", "lr_scheduler.min_lr_factor"} <= set(names)
+    assert "Peak learning rate." in named
+    assert re.findall(r"^  --([\w.]+) ", described, re.MULTILINE) == ["checkpoint.allow_changes"]  # not "already"
+    assert "--activation_checkpoint.memory_budget" in help_of(capsys, "--help", "memory").partition("description")[0]
+
+
 def test_values_in_the_help_are_valid_toml() -> None:
     for value in (True, 3, 0.5, 'a "b" \\d', ("x", 'y"'), []):
         assert tomli.loads(f"value = {toml(value)}")["value"] == (list(value) if isinstance(value, tuple) else value)

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 import shutil
 import sys
 import textwrap
@@ -138,8 +139,29 @@ def help_page(topic: str, prog: str, description: str, config: JobConfig) -> str
                 found.append(f"  {entry.heading}")
                 found += textwrap.wrap(entry.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     if not found:
+        found = options_about(topic, config, width)
+    if not found:
         raise ConfigError(f"--help {topic}: there is no such section or option; the sections are {', '.join(sections)}")
     return "\n".join(found)
+
+
+def options_about(word: str, config: JobConfig, width: int) -> list[str]:
+    """Lines about the options of all sections that have ``word``, or one that begins with it: in their name, with their
+    description, then those that have it in the description alone, with its first sentence."""
+    pattern = re.compile(rf"(?<![a-z0-9]){re.escape(word)}", re.IGNORECASE)
+    by_name: list[str] = []
+    by_text: list[str] = []
+    for name, kind in section_types().items():
+        own_options = section_of(config, kind) if name in CONFIG_SECTIONS else getattr(config, name)
+        for entry in entries(name, kind, own_options):
+            is_named = pattern.search(entry.name)
+            if not is_named and not pattern.search(entry.text):
+                continue
+            text = entry.text if is_named else f"{entry.text.partition('. ')[0].rstrip('.')}."
+            lines = textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+            (by_name if is_named else by_text).extend([f"  {entry.heading}", *lines])
+    head = [f"options whose name has {word!r}:", *by_name] if by_name else []
+    return head + ([f"options whose description has {word!r}:", *by_text] if by_text else [])
 
 
 def overview(prog: str, description: str, width: int) -> str:
@@ -165,6 +187,7 @@ def overview(prog: str, description: str, width: int) -> str:
     examples = (
         ("--help training", "all options of a section"),
         ("--help training.steps", "one option"),
+        ("--help memory", "options of all sections that have the word"),
         ("docs/configuration.md", "all options on one page"),
     )
     return "\n".join([*lines, "", *(f"  {option:{column - 2}}{text}" for option, text in examples)])
