@@ -10,6 +10,7 @@ import pytest
 import tomli
 import tomli_w
 
+from torchtrain.checkpoint.resume import rate_change
 from torchtrain.checkpoint.resume_compatibility import KINDS, Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import command_line_type, to_toml
 from torchtrain.config.schema import CheckpointConfig, JobConfig, key_of, to_dict
@@ -146,6 +147,53 @@ def test_change_of_the_run_is_rejected_unless_allowed(section: str, key: str, va
     assert line.startswith(f"config differs from the checkpoint's (changes the run): {name} = ")
 
 
+def test_other_options_in_the_folder_of_a_run_name_a_folder_for_a_new_one() -> None:
+    tables = [{"path": f"/data/{name}.jsonl", "weight": 1.0} for name in ("a", "b", "c", "d", "e", "f")]
+    before = tomli.loads(toml(job={"dump_folder": "outputs/a"}))
+    now = copy.deepcopy(before)
+    now["data"] |= {"sources": tables}
+    now["optimizer"]["lr"] = 1.0
+    with pytest.raises(CheckpointError) as error:
+        check_resume_compatibility(tomli_w.dumps(before), tomli_w.dumps(now), ())
+    new, *differences, allow = str(error.value).splitlines()
+    assert new.startswith(
+        "a new run needs a folder of its own: --job.dump_folder outputs/a_2. Here, resuming would not"
+    )
+    assert differences == [
+        "  data.sources = [/data/a.jsonl, /data/b.jsonl, /data/c.jsonl, /data/d.jsonl and 2 more] (checkpoint: [])",
+        "  optimizer.lr = 1.0 (checkpoint: 0.0003)",
+    ]
+    assert "checkpoint.allow_changes = ['data.sources', 'optimizer.lr']" in allow
+    before = copy.deepcopy(now)
+    now["data"]["sources"][1]["weight"] = 2.0
+    now["checkpoint"]["folder"] = "s3://bucket/run"
+    with pytest.raises(CheckpointError) as error:
+        check_resume_compatibility(tomli_w.dumps(before), tomli_w.dumps(now), ())
+    assert "outputs/a_2 --checkpoint.folder s3://bucket/run_2. " in str(error.value)
+    assert "data.sources = [1] weight = 2.0 (checkpoint: [1] weight = 1.0)" in str(error.value)
+    with pytest.raises(CheckpointError, match=r"^a new run needs .*a_2 .*\. The checkpoint in this one does not fit"):
+        check_resume_compatibility(tomli_w.dumps(before), tomli_w.dumps(now | {"model": {"flavor": "8B"}}), ())
+    with pytest.raises(
+        CheckpointError, match=r"^resuming would not continue the same run: data.path = "
+    ):  # other files
+        check_resume_compatibility(toml(), toml(), (), {"data.path": "a"}, {"data.path": "b"})
+
+
+def test_large_change_of_the_learning_rate_is_logged() -> None:
+    """That of the README, from the end of a schedule to the middle of a longer one."""
+    schedule = {"warmup_steps": 10, "decay_type": "linear", "min_lr_factor": 0.1, "total_steps": 100}
+    saved = toml(training={"steps": 100}, optimizer={"lr": 2e-3}, lr_scheduler=schedule)
+    longer = toml(training={"steps": 300}, optimizer={"lr": 2e-3}, lr_scheduler={**schedule, "total_steps": 300})
+    assert rate_change(saved, longer, 100) == (
+        "the learning rate changes to 0.00144 in step 101: with the checkpoint's options it would be 0.0002, and step "
+        "100 had 0.00022 (changed: lr_scheduler.total_steps)"
+    )
+    assert rate_change(saved, longer, 20) == ""  # 0.0019 in place of 0.0018
+    assert rate_change(saved, saved, 100) == rate_change(saved, saved, 1) == ""  # also in the warm-up
+    higher = toml(training={"steps": 100}, optimizer={"lr": 4e-3}, lr_scheduler=schedule)
+    assert rate_change(saved, higher, 50).endswith("(changed: optimizer.lr)")
+
+
 def test_another_model_is_rejected_even_if_allowed() -> None:
     with pytest.raises(CheckpointError, match=r"not fit this run: model.flavor = '8B' \(checkpoint: 'debugmodel'"):
         check_resume_compatibility(toml(), toml(model={"flavor": "8B"}), ["model.flavor"])
@@ -198,7 +246,9 @@ def test_error_for_more_steps_names_the_option_and_two_solutions() -> None:
     assert check_resume_compatibility(before, toml(training=now, lr_scheduler={"total_steps": 137}), ())
     assert check_resume_compatibility(before, toml(training=now), ["lr_scheduler.total_steps"])
 
-    with pytest.raises(CheckpointError, match=r"optimizer.lr = 1.0 .*Also, training.steps = 411 is also the length"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)optimizer.lr = 1.0 .*Also, training.steps = 411 is also the length"
+    ):
         check_resume_compatibility(before, toml(training=now, optimizer={"lr": 1.0}), ())
     with pytest.raises(CheckpointError, match=r"lr_scheduler.total_steps = 411 \(checkpoint: 137\)"):  # set by the user
         check_resume_compatibility(before, toml(training=now, lr_scheduler={"total_steps": 411}), ())

@@ -26,6 +26,7 @@ from torchtrain.checkpoint.format import DATA_FILES, Manifest, read_manifest, re
 from torchtrain.checkpoint.resume_compatibility import (
     EXCLUDE,
     check_resume_compatibility,
+    differences,
     options_in,
     same_content,
     source_identities,
@@ -33,6 +34,7 @@ from torchtrain.checkpoint.resume_compatibility import (
 from torchtrain.checkpoint.saved_run import read_config_text
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
+from torchtrain.config.registry import LR_SCHEDULES
 from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
@@ -41,7 +43,9 @@ from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, DamagedError
 from torchtrain.files import parse_json, printable
 from torchtrain.logging import logger
+from torchtrain.optimizers.lr_schedule import LRSchedule
 
+LARGE_RATE_CHANGE = 1.5  # a factor that is logged
 # The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
 GROUP_TIMEOUT = timedelta(hours=1)
 
@@ -332,6 +336,29 @@ def check_resume(
         saved_toml, of_part, config.allow_changes, saved_data, identity, changed_files
     ):
         logger.info(line)
+    if change := rate_change(saved_toml, of_part, step):
+        logger.warning(change)
+
+
+def rate_change(saved_toml: str, current_toml: str, step: int) -> str:
+    """A message if the learning rate after ``step`` is far from that of the schedule in the checkpoint; else ""."""
+    schedules = []
+    for text in (saved_toml, current_toml):
+        config = from_text(text, "config.toml", only_known=True, checked=False)
+        if config.lr_scheduler.decay_type not in LR_SCHEDULES:  # of a plugin that is not installed any more
+            return ""
+        schedules.append(LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps))
+    expected, rate = (schedule.rate(step + 1) for schedule in schedules)
+    low, high = sorted((expected, rate))
+    if high <= LARGE_RATE_CHANGE * low:
+        return ""
+    options = sorted(
+        of.key for of in differences(saved_toml, current_toml) if of.key.startswith(("lr_scheduler.", "optimizer.lr"))
+    )
+    return (
+        f"the learning rate changes to {rate:.3g} in step {step + 1}: with the checkpoint's options it would be "
+        f"{expected:.3g}, and step {step} had {schedules[0].rate(step):.3g} (changed: {', '.join(options)})"
+    )
 
 
 def _changed_files(

@@ -17,7 +17,7 @@ import xxhash
 from torchtrain.config.registry import CONFIG_SECTIONS
 from torchtrain.config.schema import RopeScalingConfig, default_options, flat, section_types
 from torchtrain.errors import CheckpointError
-from torchtrain.files import printable
+from torchtrain.files import is_url, printable
 
 
 class Kind(Enum):
@@ -52,6 +52,8 @@ KINDS = {
     # Another optimizer has other states; the position in streamed data is saved by stream.
     Kind.IMPOSSIBLE: {"model", "optimizer.name", "data.streams", "data.packing"},
 }
+
+MAX_SHOWN, MAX_NAMES = 100, 4  # of a value in a message: characters, and names of tables
 
 TOTAL_STEPS = "lr_scheduler.total_steps"
 
@@ -89,7 +91,26 @@ class Difference:
 
     def __str__(self) -> str:
         files = f"; {self.files}" if self.files else ""
-        return f"{printable(self.key)} = {self.current!r} (checkpoint: {self.saved!r}{files})"
+        current, saved = _shown(self.current, self.saved), _shown(self.saved, self.current)
+        return f"{printable(self.key)} = {current} (checkpoint: {saved}{files})"
+
+
+def _shown(value: Any, other: Any) -> str:
+    """``value`` for a message; of a list of tables what differs from ``other``, or the names of the tables."""
+    tables = [table for table in (value, other) if isinstance(table, list) and table and isinstance(table[0], dict)]
+    if not tables:
+        text = repr(value)
+        return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]} ..."
+    if len(tables) == 2 and len(value) == len(other):
+        return ", ".join(
+            f"[{number}] {key} = {table[key]!r}"
+            for number, (table, before) in enumerate(zip(value, other, strict=True))
+            for key in table
+            if table[key] != before.get(key)
+        )
+    names = [str(table.get("path") or table.get("name") or table.get("type")) for table in value or ()]
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return f"[{', '.join(names[:MAX_NAMES])}{more}]"
 
 
 def differences(saved_toml: str, current_toml: str) -> list[Difference]:
@@ -175,8 +196,9 @@ def check_resume_compatibility(
             found[Kind.CHANGES].append(Difference(key, saved, current, files=_of_option(key, changed_files)))
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
-            f"the checkpoint does not fit this run: {joined(found[Kind.IMPOSSIBLE])}. Set the old value again, or "
-            "start a new run in another job.dump_folder (from these weights: checkpoint.initial_load_path)"
+            f"{_new_folder(current_toml)}. The checkpoint in this one does not fit this run:"
+            f"{_listed(found[Kind.IMPOSSIBLE])}Set the old value again, or start the new run from the weights of this "
+            "one: checkpoint.initial_load_path"
         )
     allowed = list(allow_changes)
     rejected = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
@@ -191,16 +213,19 @@ def check_resume_compatibility(
             missing = {of.key.split(".")[0] for of in others} - {*section_types(), "stages"}
             if missing:
                 messages.append(
-                    f"[{'], ['.join(sorted(missing))}] is of a plugin that is not installed here: install it"
+                    f" [{'], ['.join(sorted(missing))}] is of a plugin that is not installed here: install it"
                 )
             restarted = ", with which a source that has other content is read from its start" if changed_files else ""
+            back = ", put files back" if any(of.key in current_data for of in others) else ""
             messages.append(
-                f"{joined(others)}. Set the old value again, put files back, or, if this is what you want, add it to "
-                f"the config: {allow}{restarted}"
+                f"{_listed(others)}Set the old value again{back}, or, if this run is to continue with the new one, add "
+                f"it to the config: {allow}{restarted}"
             )
         if extended:
-            messages.append(_another_length(saved_toml, current_toml, allow))
-        raise CheckpointError(f"resuming would not continue the same run: {'. Also, '.join(messages)}")
+            messages.append(_another_length(saved_toml, current_toml, "the same" if others else allow))
+        # Where only the content of files has changed, or the run is to be longer, nobody means a new run.
+        new = f"{_new_folder(current_toml)}. Here, " if any(of.key in changed for of in others) else ""
+        raise CheckpointError(f"{new}resuming would not continue the same run:" + "\nAlso,".join(messages))
     return [
         f"config differs from the checkpoint's ({kind.value}): {joined(found[kind])}" for kind in Kind if found[kind]
     ]
@@ -213,7 +238,7 @@ def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
     constant = saved["lr_scheduler.decay_type"] == "constant"
     floor = "optimizer.lr" if constant else f"lr_scheduler.min_lr_factor = {saved['lr_scheduler.min_lr_factor']}"
     return (
-        f"training.steps = {current['training.steps']} is also the length of the learning-rate schedule, since "
+        f" training.steps = {current['training.steps']} is also the length of the learning-rate schedule, since "
         f"{TOTAL_STEPS} is not set, and the checkpoint's schedule has {length} steps. Either keep that schedule, by "
         f"{TOTAL_STEPS} = {length}: later steps have its last rate ({floor}). Or take the longer or shorter one from "
         f"here on, by {allow}"
@@ -247,6 +272,19 @@ def same_content(saved: str, current: str | None) -> bool:
         if longer != shorter and not (shorter and longer.startswith(f"{shorter}, ")):
             return False
     return True
+
+
+def _new_folder(current_toml: str) -> str:
+    """That a new run needs another folder, with the options for one."""
+    options = options_in(current_toml)
+    folder, checkpoints = options["job.dump_folder"].rstrip("/"), options["checkpoint.folder"].rstrip("/")
+    elsewhere = f" --checkpoint.folder {checkpoints}_2" if is_url(checkpoints) or checkpoints.startswith("/") else ""
+    return f"a new run needs a folder of its own: --job.dump_folder {folder or 'outputs/run'}_2{elsewhere}"
+
+
+def _listed(found: Sequence[Difference]) -> str:
+    """The differences before the next sentence, several on a line each."""
+    return f" {found[0]}. " if len(found) == 1 else "".join(f"\n  {difference}" for difference in found) + "\n"
 
 
 def joined(found: Iterable[Difference]) -> str:
