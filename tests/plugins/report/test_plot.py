@@ -13,8 +13,10 @@ from forked_command import run_command
 ROOT = Path(__file__).parents[3]
 pytest.importorskip("matplotlib")
 
+from matplotlib.text import Text  # noqa: E402
+
 from torchtrain.metrics.history import read_run  # noqa: E402
-from torchtrain.plugins.report.curves import plot  # noqa: E402
+from torchtrain.plugins.report.curves import PANELS, plot  # noqa: E402
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
@@ -49,6 +51,19 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert legend == ["plain", "twice", "restart", "bad step skip"]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
+def test_panels_fill_the_picture_and_letters_can_be_read_on_a_page(tmp_path: Path, count: int) -> None:
+    """At a width of 830 pixels, which GitHub shows, no letter is smaller than 10 pixels."""
+    run = read_run(write_run(tmp_path / "run", [numbers(1, 8.0), numbers(2, 7.0)]))
+    figure = plot([run], tmp_path / "curves.png", panels=list(PANELS)[:count])
+    spans = [axes.get_subplotspec().colspan for axes in figure.axes]
+    assert len(spans) == count
+    assert sum(len(span) for span in spans) == 2 * -(-count // 2)
+    pixels_per_point = 830 / figure.get_size_inches()[0] / 72
+    texts = [text for text in figure.findobj(Text) if text.get_text()]
+    assert min(text.get_fontsize() for text in texts) * pixels_per_point >= 10
 
 
 def test_plot_shows_tokens_beside_steps_or_over_tokens(tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 GRAY = "#555555"
 LINE_STYLES: tuple[Any, ...] = ((0, (5, 2)), (0, (1, 1.5)), (0, (5, 2, 1, 2)))
 LINE_WIDTH = 1.6
+# GitHub shows a picture about 830 pixels wide, so that the letters have the size of those of the page.
+WIDTH_INCHES, HEIGHT_INCHES = 8.5, 2.7
+LEGEND_CHARACTERS = 90  # in a row of the legend
 
 
 def points_of(run: Run, key: str) -> tuple[list[int], list[float]]:
@@ -148,7 +151,7 @@ class Panel:
         if self.key in ("tokens_per_second", "memory_gib"):
             self.axes.set_ylim(0, 1.08 * self.axes.get_ylim()[1])
         if self.named:
-            self.axes.legend(self.named.values(), self.named.keys(), loc="best", fontsize=8, framealpha=0.7)
+            self.axes.legend(self.named.values(), self.named.keys(), loc="best", fontsize=9, framealpha=0.7)
 
     def add_token_axis(self, run: Run) -> None:
         """Label the top of the axes, which have steps, with the tokens of ``run``."""
@@ -156,8 +159,8 @@ class Panel:
         top = self.axes.secondary_xaxis("top")
         steps = [step for step in self.axes.get_xticks() if low <= step <= high and step >= 0]
         top.set_xticks(steps, [format_tokens(round(tokens)) for tokens in tokens_after(run, steps)])
-        top.tick_params(labelsize=8, colors=GRAY, length=2)
-        top.set_xlabel("Tokens", fontsize=8, color=GRAY)
+        top.tick_params(labelsize=9, colors=GRAY, length=2)
+        top.set_xlabel("Tokens", fontsize=9, color=GRAY)
 
 
 def names_of(run: Run, pattern: re.Pattern[str]) -> dict[str, str]:
@@ -185,14 +188,20 @@ def plot(runs: Sequence[Run], output: Path | IO[bytes], over: str = "step", pane
         panels: keys of ``PANELS``; by default those for which a run has values.
     """
     chosen = list(panels or panels_of(runs))
-    columns = len(chosen) if len(chosen) < 4 else 2 if len(chosen) == 4 else 3
-    rows = -(-len(chosen) // columns)
-    size = (6 * columns if columns < 3 else 5 * columns, 3.8 * rows if rows > 1 else 4.5)
-    figure = Figure(figsize=size, layout="constrained")  # without pyplot, which would keep it in memory
-    cells: list[Axes] = list(figure.subplots(rows, columns, squeeze=False, sharex=True).flat)
-    top, bottom = cells[:columns], cells[-columns:]
-    # If a cell is free, it is that in the upper right corner, so that all panels at the bottom are labeled.
-    free = cells.pop(columns - 1) if len(chosen) < len(cells) else None
+    # Of an odd number of panels, the first one has a row of its own.
+    has_wide = len(chosen) % 2 == 1
+    rows = (len(chosen) + 1) // 2
+    # Without pyplot, which would keep it in memory.
+    figure = Figure(figsize=(WIDTH_INCHES, HEIGHT_INCHES * max(rows, 1.4)), layout="constrained")
+    grid = figure.add_gridspec(rows, 2)
+    cells: list[Axes] = []
+    for number in range(len(chosen)):
+        is_wide = has_wide and number == 0
+        row, column = divmod(number + (has_wide and number > 0), 2)
+        where = grid[0, :] if is_wide else grid[row, column]
+        cells.append(figure.add_subplot(where, sharex=cells[0] if cells else None))
+        cells[-1].tick_params(labelsize=9, labelbottom=is_wide or row == rows - 1)
+    top, bottom = cells[: 1 if has_wide else 2], cells[-2:]
     colors = (COLORS * len(runs))[: len(runs)]
     for axes, key in zip(cells, chosen, strict=True):
         panel = Panel(axes, key, over)
@@ -214,13 +223,13 @@ def plot(runs: Sequence[Run], output: Path | IO[bytes], over: str = "step", pane
             axes.set_xlabel("Step" if over == "step" else "Tokens")
         if axes in top and over == "step" and any("tokens" in line for line in runs[0].lines):
             panel.add_token_axis(runs[0])
-    add_legend(figure, runs, colors, free)
-    figure.savefig(output, dpi=130)
+    add_legend(figure, runs, colors)
+    figure.savefig(output, dpi=200)
     return figure
 
 
-def add_legend(figure: Figure, runs: Sequence[Run], colors: Sequence[str], free: Axes | None) -> None:
-    """Add the legend of runs and marks, in the cell of the grid that is ``free``, or above all panels."""
+def add_legend(figure: Figure, runs: Sequence[Run], colors: Sequence[str]) -> None:
+    """Add the legend of runs and marks above all panels."""
     handles = [Line2D([], [], color=color, linewidth=2) for color in colors]
     names = [run.name for run in runs]
     if any(run.restarts for run in runs):
@@ -229,8 +238,5 @@ def add_legend(figure: Figure, runs: Sequence[Run], colors: Sequence[str], free:
     if any(run.faults for run in runs):
         handles.append(Line2D([], [], color=GRAY, marker="X", linestyle="", markeredgecolor="white"))
         names.append(", ".join(sorted({event.replace("_", " ") for run in runs for _, event in run.faults})))
-    if free is not None:
-        free.set_axis_off()
-        free.legend(handles, names, loc="center", frameon=False)
-    else:
-        figure.legend(handles, names, loc="outside upper center", ncols=min(len(names), 6), frameon=False)
+    columns = min(len(names), max(1, LEGEND_CHARACTERS // (6 + max(map(len, names)))))
+    figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False, fontsize=10)
