@@ -6,6 +6,7 @@ import random
 import re
 import resource
 import signal
+import socket
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -39,7 +40,7 @@ from torchtrain.checkpoint.format import read_manifest, verify
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
 from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.mesh import local
-from torchtrain.errors import StoppedError
+from torchtrain.errors import HangError, StoppedError
 from torchtrain.fault_tolerance import stop_request, watchdog
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
@@ -739,15 +740,81 @@ def test_hang_report_names_the_waiting_and_the_missing_ranks(
     options = ("--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", *options)
     run = ForkedRun(tmp_path, *options, hook=hook, shape=replace(TINY, n_layers=2))
     try:
-        run.wait_for(lambda: "are waiting for" in run.output())
+        run.wait_for(lambda: "is waiting for" in run.output())
     finally:
         run.end()
     output = run.logs[0].read_text()
     assert "step 4 takes more than 2 s" in output, output
-    assert re.search(f"ranks 0 wait in {waits}", output), output
-    assert "ranks 1 wrote no report" in output, output
-    assert "so ranks 0 are waiting for ranks 1" in output, output
+    assert re.search(f"rank 0: waiting in {waits}", output), output
+    assert "rank 1: no report" in output, output
+    assert "so rank 0 is waiting for rank 1" in output, output
     assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
+
+
+def test_the_last_line_after_a_hang_names_the_rank_and_its_host(tmp_path: Path, monkeypatch: Any) -> None:
+    """The error of the collective has no traceback of its own, and torchrun's error file has the line, too."""
+    reply = tmp_path / "reply.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    run = ForkedRun(tmp_path, "--comm.train_timeout_seconds", "2", "--checkpoint.no-enable", hook=stop_before_batch)
+    try:
+        run.processes[0].join(60)
+    finally:
+        run.end()
+    output = run.logs[0].read_text()
+    assert run.processes[0].exitcode == HangError.exit_code == 74, output
+    assert "Traceback" not in output
+    where = f"the stack traces are in {tmp_path}/hangs"
+    hang = (
+        f"rank 1 on host {socket.gethostname()} hangs in step 4: no report: dead, stopped, or not in this step; {where}"
+    )
+    assert output.splitlines()[-1].endswith(f"error: {hang}")
+    assert json.loads(reply.read_text())["message"]["message"] == f"HangError: {hang}"
+
+
+def test_ranks_that_wait_for_a_waiting_rank_do_not_hide_the_one_that_hangs(tmp_path: Path) -> None:
+    """Ranks 0 and 1 wait for rank 2, which waits for ranks 3 to 8."""
+
+    def waiting(ranks: list[int], other: str = "") -> watchdog.RankStatus:
+        begun = {str(ranks): 1, other: 0}
+        return watchdog.RankStatus("a.py:1 (b)", "all_reduce", {str(ranks): ["all_reduce", 1, ranks]}, begun, "")
+
+    statuses = {0: waiting([0, 1, 2]), 1: waiting([0, 1, 2]), 2: waiting([2, *range(3, 9)])}
+    hosts = [f"node-{rank}" for rank in range(9)]
+    watch = watchdog.Watchdog(tmp_path, 0, 9, 5, doing=str, hosts=hosts)
+    summary, conclusion = watch._summary("step 2", statuses)
+    assert "  so ranks 0-1 are waiting for rank 2\n  so rank 2 is waiting for ranks 3-8" in summary
+    on = "ranks 3-8 on hosts node-3, node-4, node-5, node-6 and 2 more hang in step 2"
+    assert conclusion.startswith(f"{on}: no report: dead, stopped, or not in this step; the stack traces are in ")
+    both = {0: waiting([0, 1], other="[1, 0]"), 1: waiting([1, 0], other="[0, 1]")}
+    conclusion = watchdog.Watchdog(tmp_path, 0, 2, 5, doing=str)._summary("step 2", both)[1]
+    assert conclusion.startswith("step 2 takes more than 5 s, and ranks 0-1 wait for each other; ")
+
+
+def test_report_of_a_step_that_was_only_slow_is_not_left_to_torchrun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = tmp_path / "reply.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(reply))
+    monkeypatch.setattr(watchdog, "COLLECT_SECONDS", 0)
+    with watchdog.Watchdog(tmp_path, 0, 1, 0.1, doing=str) as watch:
+        with watch.watch("step 4"):
+            wait_until(reply.exists)
+        assert not reply.exists()
+
+        def fail() -> None:
+            with watch.watch("step 5"):
+                wait_until(reply.exists)
+                raise RuntimeError("of another kind")
+
+        with pytest.raises(RuntimeError, match="of another kind"):
+            fail()
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_hang_reports_are_found_whatever_the_clock_of_the_file_system(
@@ -759,7 +826,7 @@ def test_hang_reports_are_found_whatever_the_clock_of_the_file_system(
         monkeypatch.setattr(time, "time", lambda: 4e9)  # far ahead of the file system's clock
         with watchdog.Watchdog(tmp_path, rank, 2, 1000, doing=str) as watch:
             watch._report("step 4")
-    assert "ranks 0-1 are at watchdog.py" in caplog.messages[-1]
+    assert "ranks 0-1: at watchdog.py" in caplog.messages[-1]
 
 
 def test_rank_with_a_pending_collective_is_not_awaited_by_a_receive() -> None:
@@ -792,7 +859,7 @@ def test_one_rank_reads_the_hang_reports_of_all_ranks(
             assert read.call_count == reads
         assert watchdog._awaited.call_count == 1  # all ranks wait in the same collective
     (message,) = caplog.messages
-    assert message.endswith(f"so ranks 0-{ranks - 2} are waiting for ranks {ranks - 1}")
+    assert message.endswith(f"so ranks 0-{ranks - 2} are waiting for rank {ranks - 1}")
 
 
 class Forked(ForkedRun):
@@ -899,4 +966,4 @@ def test_hang_report_of_an_earlier_attempt_is_ignored(
     os.utime(old, (0, 0))
     with watchdog.Watchdog(tmp_path, 1, 2, 1000, doing=str) as watch:
         watch._report("step 4")
-    assert "ranks 0 wrote no report" in caplog.messages[-1]
+    assert "rank 0: no report" in caplog.messages[-1]

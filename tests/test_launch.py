@@ -1,10 +1,12 @@
 """The launcher's exit code, signals and errors, and the shell script that starts it."""
 
 import errno
+import json
 import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,36 @@ def test_nodes_that_do_not_meet_are_one_error(node: int) -> None:
     assert result.returncode == 1
     assert "error: the nodes did not meet, or lost each other: " in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "option"),
+    [
+        (("--nnodes", "2", "--node-rank", "0", "--master-addr", "localhost", "--master-port"), "--master-port"),
+        (("--rdzv-backend", "c10d", "--rdzv-endpoint"), "--rdzv-endpoint HOST:PORT"),
+    ],
+)
+def test_port_that_is_taken_is_named_with_its_option(options: tuple[str, ...], option: str) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        address = f"localhost:{port}" if "c10d" in options else str(port)
+        result = run_command("torchtrain.launch", *options, address, "--nproc-per-node", "1", "--no-python", "true")
+    assert result.returncode == 2, result.stderr
+    assert f"error: port {port} of this host is taken, by another job or program: give another one by {option}" in (
+        result.stderr
+    )
+    assert "Traceback" not in result.stderr
+
+
+def test_last_line_after_a_hang_is_that_of_the_watchdog(tmp_path: Path) -> None:
+    """NCCL aborts the rank, and the launcher would blame that one, which is healthy."""
+    message = {"message": "HangError: rank 1 on host x hangs in step 4", "extraInfo": {"timestamp": "1"}}
+    (tmp_path / "reply.json").write_text(json.dumps({"message": message}))
+    script = f"[ $RANK = 0 ] || sleep 60; cp {tmp_path}/reply.json $TORCHELASTIC_ERROR_FILE; kill -ABRT $BASHPID"
+    process, _, errors = launch(tmp_path, script)
+    process.join(120)
+    assert process.exitcode == 74, errors.read_text()
+    assert errors.read_text().splitlines()[-1].endswith("error: rank 1 on host x hangs in step 4")
 
 
 def test_ranks_use_the_store_of_torchrun(tmp_path: Path) -> None:

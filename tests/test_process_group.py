@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import resource
+import socket
 import subprocess
 import sys
 import threading
@@ -320,6 +321,20 @@ def test_limit_that_is_reached_during_the_run_is_one_error_line(
     memory, threads = "this process cannot allocate more memory", "no more threads or processes can be started"
     assert (memory if error in LIMIT_ERRORS[3:] else threads) in output
     assert "; ulimit -u (processes and threads of this user) is " in output
+
+
+def test_taken_port_of_the_rendezvous_is_an_error_with_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("localhost", 0)) as other:
+        port = str(other.getsockname()[1])
+        own = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        for name, value in own.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        with pytest.raises(ConfigError, match=rf"MASTER_PORT = {port} is taken"):
+            Rendezvous(5)
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun has chosen it
+        with pytest.raises(StorageError, match=r"^rendezvous failed: "):
+            Rendezvous(5)
 
 
 def test_other_errors_are_not_reported_as_limits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TextIO
 
 from torchtrain import __version__
 from torchtrain.environment import LOST_CONNECTION, limit_error
-from torchtrain.errors import ConfigError, StoppedError, StorageError, TorchtrainError
+from torchtrain.errors import ConfigError, HangError, StoppedError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS
 from torchtrain.logging import init_logging, logger
 
@@ -140,7 +140,10 @@ def run_command(run: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except TorchtrainError as error:
-        _log_once(error)
+        if not isinstance(error, HangError):
+            _log_once(error)
+        elif str(error):
+            _log_once(error, only_this_rank=True)
         if isinstance(error, StoppedError):
             os._exit(error.exit_code)  # a hanging thread would keep the process alive
         return error.exit_code

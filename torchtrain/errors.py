@@ -10,6 +10,7 @@ TorchtrainError             exit code
 ├── FaultError          2   a run that cannot continue, such as one whose loss is not finite
 ├── HardwareError      70   a rank that computes wrong
 ├── StorageError       74   a file system or a network that does not answer; the same command may succeed later
+│   └── HangError      74       another rank that does not answer
 └── StoppedError       75   a request to stop, and an operation that exceeded the grace period
 
 Each message states the rule, the value that violates it, and how to fix it.
@@ -65,6 +66,10 @@ class StorageError(TorchtrainError):
     """A file system or a network that does not answer, or returns wrong data. Nothing was changed."""
 
     exit_code = 74  # sysexits.h: EX_IOERR
+
+
+class HangError(StorageError):
+    """A rank that hangs, so that a collective of the others has timed out. On all ranks but one without a message."""
 
 
 class StoppedError(TorchtrainError):

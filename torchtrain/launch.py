@@ -5,6 +5,7 @@ before the time limit. This command exits with the exit code of the rank that fa
 leaves SIGUSR1 to the ranks, and ignores SIGHUP under nohup.
 """
 
+import errno
 import logging
 import os
 import re
@@ -12,13 +13,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from torchtrain.cli import command, run_and_exit
+from torchtrain.errors import ConfigError, HangError
 from torchtrain.logging import logger, ranges
 
 # Exit codes with which all ranks exit at about the same time: errors that all ranks raise, and stops (docs/faults.md).
@@ -39,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
     from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
 
     # The ranks inherit this until they install their handler. A SIGUSR1 that arrives before is lost, but not fatal.
@@ -57,6 +60,10 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, RuntimeError) as error:
         logger.error("error: --nnodes %s, --nproc-per-node %s: %s", arguments.nnodes, arguments.nproc_per_node, error)
         return 2
+    option, address = rendezvous_address(arguments)
+    # Several launchers of one run may share a host, and the first of them has the port.
+    if most == 1 and arguments.rdzv_backend == "c10d" and port_is_taken(address):
+        return reject_port(option, address)
     if most > 1:
         # A new store for each restart, since the shared store has the addresses of dead ranks. A single node does not
         # need it (init_process_group), and the port of such a store may be taken by the time it is bound.
@@ -70,8 +77,15 @@ def main(argv: Sequence[str]) -> int:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
+        hang = hang_report(error.failures.values())
+        if hang:  # once more, as the last line: a rank that hangs is killed 30 s after the others have ended
+            logger.error("error: %s", hang)
+            failure.exitcode = HangError.exit_code  # NCCL has aborted the process
         if failure.exitcode < 0:
-            logger.error("rank %d was ended by signal %d (%s)", rank, -failure.exitcode, failure.signal_name())
+            memory = ": perhaps for lack of memory on its host" if failure.exitcode == -signal.SIGKILL else ""
+            logger.error(
+                "rank %d was ended by signal %d (%s)%s", rank, -failure.exitcode, failure.signal_name(), memory
+            )
             return 128 - failure.exitcode
         if failure.exitcode in SHARED_ENDINGS and most > 1:
             # srun --kill-on-bad-exit kills the other nodes when the first one exits: wait until they have come here,
@@ -89,9 +103,22 @@ def main(argv: Sequence[str]) -> int:
         logger.error("error: %s", error)
         return 2
     except (RendezvousError, DistNetworkError, DistStoreError) as error:  # the latter with a stack of C++ frames
+        is_taken = isinstance(error, RendezvousConnectionError) and port_is_taken(address)
+        if is_taken or "EADDRINUSE" in str(error):
+            return reject_port(option, address)
         logger.error("error: the nodes did not meet, or lost each other: %s", str(error).splitlines()[0])
         return 1
     return 0
+
+
+def hang_report(failures: Iterable[Any]) -> str:
+    """What the watchdog of a rank has left in torchrun's error file (``fault_tolerance/watchdog.py``); "" without."""
+    for failure in failures:
+        if isinstance(failure.message, dict):
+            kind, _, text = failure.message["message"].partition(": ")
+            if kind == HangError.__name__:
+                return str(text)
+    return ""
 
 
 class HideExplained(logging.Filter):
@@ -123,10 +150,42 @@ def terminate_remaining_ranks(number: int) -> None:
             time.sleep(0.1)
 
 
+def rendezvous_address(arguments: Any) -> tuple[str, str]:
+    """The option of torchrun that sets the port of the rendezvous, and its host and port."""
+    if arguments.rdzv_backend == "static":
+        return "--master-port", f"{arguments.master_addr}:{arguments.master_port}"
+    return "--rdzv-endpoint HOST:PORT", arguments.rdzv_endpoint
+
+
+def reject_port(option: str, address: str) -> int:
+    """Log that the port of ``address`` is taken, and ``option``, which sets it; returns the exit code."""
+    logger.error(
+        "error: port %s of this host is taken, by another job or program: give another one by %s, the same on all "
+        "nodes",
+        *(address.rpartition(":")[2], option),
+    )
+    return ConfigError.exit_code
+
+
+def port_is_taken(address: str) -> bool:
+    """Whether the host of ``address`` is this one, and a process listens on its port; 0 selects a free one."""
+    host, _, port = address.rpartition(":")
+    with suppress(OSError, ValueError):  # such as a host that is unknown
+        for family, kind, protocol, _, bound in socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not taken by connections that have ended
+                try:
+                    probe.bind(bound)
+                except OSError as error:
+                    if error.errno == errno.EADDRINUSE:
+                        return True
+    return False
+
+
 def report_waiting(arguments: Any, nodes: int) -> None:
     """Log what this one of ``nodes`` waits for, if it has not started its ranks after ``REPORT_WAITING_SECONDS``."""
     static = arguments.rdzv_backend == "static"
-    address = f"{arguments.master_addr}:{arguments.master_port}" if static else arguments.rdzv_endpoint
+    address = rendezvous_address(arguments)[1]
     deadline = time.monotonic() + REPORT_WAITING_SECONDS
     arrivals = Arrivals(arguments.node_rank, nodes, address) if static else None
     if arrivals is not None:

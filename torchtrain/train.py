@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import traceback
 from collections.abc import Sequence
 
 from torchtrain import __version__
@@ -11,7 +12,7 @@ from torchtrain.config.registry import TRAINERS
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import limit_error
-from torchtrain.logging import logger
+from torchtrain.logging import counted, logger
 
 
 @command
@@ -26,12 +27,30 @@ def main(argv: Sequence[str]) -> int:
         names = [type(of).__name__ for of in (error, error.__cause__)]  # a pipeline schedule wraps the error
         out_of_memory = "OutOfMemoryError" in names or "can't allocate memory" in str(error)  # CUDA, CPU
         if out_of_memory and not limit_error(error):
+            traceback.print_exc()  # before the message, which is then the last that a person sees
             estimate = f"{shlex.join(argv)} --estimate.world_size {os.environ.get('WORLD_SIZE', '1')}"
             logger.error(
-                f"{error}\nTo estimate the memory of this run, or with --estimate.search to find a layout that fits "
-                f"(docs/estimate.md): python -m torchtrain.estimate {estimate}"
+                f"error: out of memory: {str(error).splitlines()[0]}\n{memory_advice(config)}\nTo estimate the memory "
+                "of this run, or with --estimate.search to find a layout that fits (docs/estimate.md): python -m "
+                f"torchtrain.estimate {estimate}"
             )
+            return 1
         raise
+
+
+def memory_advice(config: JobConfig) -> str:
+    """The batch of a rank, and the options that lower its memory."""
+    training = config.training
+    ways = []
+    if training.local_batch_size > 1:
+        ways.append("lower training.local_batch_size (with training.global_batch_size set, the run stays the same)")
+    if config.activation_checkpoint.mode != "full":
+        ways.append("set activation_checkpoint.mode = 'full'")
+    ways += ["lower training.seq_len", "train a smaller model", "or shard it over more ranks"]
+    return (
+        f"A rank computes {counted(training.local_batch_size, 'sequence')} (training.local_batch_size) of "
+        f"{training.seq_len:,} tokens (training.seq_len) at once: {', '.join(ways)}"
+    )
 
 
 def train(config: JobConfig) -> int:

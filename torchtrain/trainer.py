@@ -6,6 +6,7 @@ performs one optimizer step. Only this file determines the order of the componen
 
 import gc
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
@@ -42,7 +43,7 @@ from torchtrain.datasets.builtin_sources import pinned
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import memory_of, peak_flops
-from torchtrain.distributed.agreement import broadcast_from_rank0, on_all_ranks, on_rank0
+from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import (
     Rendezvous,
@@ -266,6 +267,7 @@ class Trainer:
             config.comm.init_timeout_seconds,
             doing=self.checkpointer.status,
             synchronize=partial(torch.cuda.synchronize, device) if device.type == "cuda" else lambda: None,
+            hosts=gather_from_all_ranks(socket.gethostname, self.gloo_group),
         )
         self.guard = NonFiniteGuard(config.faults, self.metrics.record_event)
         self.step_check = StepCheck(

@@ -100,6 +100,11 @@ class Rendezvous:
         except ValueError as error:
             raise ConfigError(f"{error}: start with torchrun, which sets it, or unset RANK and WORLD_SIZE") from None
         except dist.DistError as error:
+            if "EADDRINUSE" in str(error) and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun has chosen it itself
+                raise ConfigError(
+                    f"MASTER_PORT = {os.environ['MASTER_PORT']} is taken on this host, by another job or program: set "
+                    "another one, the same for all ranks"
+                ) from None
             raise StorageError(f"rendezvous failed: {str(error).splitlines()[0]}") from None
         self.store.set_timeout(timeout)
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:

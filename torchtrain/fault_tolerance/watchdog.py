@@ -3,11 +3,12 @@
 import faulthandler
 import json
 import os
+import re
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +19,10 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.distributed.process_group import all_reduce
+from torchtrain.environment import LOST_CONNECTION
+from torchtrain.errors import HangError
 from torchtrain.files import atomic_write, json_object
-from torchtrain.logging import BestEffort, logger, ranges
+from torchtrain.logging import BestEffort, logger, ranks_text
 from torchtrain.torch_internals import all_groups, flight_record
 
 POLL_SECONDS = 0.25  # a hang is detected at most this much later than its timeout
@@ -42,6 +45,9 @@ WAITING = (
     "torchtrain/distributed/agreement.py",
 )
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
+# What gloo and NCCL say in the error of a collective in which a rank is missing.
+TIMED_OUT = re.compile(rf"[Tt]imed out|[Tt]imeout|{LOST_CONNECTION.pattern}")
+MAX_HOSTS = 4  # in a message
 
 
 def enable_flight_recorder(folder: Path) -> None:
@@ -79,7 +85,8 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     The file contains the ``RankStatus`` as a line of JSON, then the Python stack traces of all threads. A few seconds
     later the lowest rank that has written a report logs which ranks wait for which others. The watchdog only reports:
-    the timeout of the collective, ``REPORT_SECONDS`` later, ends the process.
+    the timeout of the collective, ``REPORT_SECONDS`` later, ends the process, by a ``HangError`` that names the ranks
+    that hang. torchrun gets the same message in its error file, since NCCL aborts the process in a thread of its own.
     """
 
     folder: Path
@@ -89,10 +96,15 @@ class Watchdog(AbstractContextManager["Watchdog"]):
     doing: Callable[[], str]  # describes what this rank is doing in the background
     synchronize: Callable[[], None] = lambda: None
     """Waits for the device; called at the end of what is watched while the duration of the first step is measured."""
+    hosts: Sequence[str] = ()
+    """The host of each rank, for messages; empty if they are not known."""
 
     def __post_init__(self) -> None:
         self.best_effort = BestEffort(f"reports in {self.folder}")
         self._watched: tuple[str, float] | None = None  # what is being watched, and its start by time.monotonic()
+        self._reported: tuple[str, float] | None = None  # the last of them that took too long
+        self._has_report = threading.Event()  # set when the report about it is complete
+        self._conclusion = ""  # of that report; empty if a lower rank logs it
         self._longest_seconds = 0.0  # the longest duration of anything watched up to the first step
         self._is_measuring = True
         self._closed = threading.Event()
@@ -103,13 +115,27 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """A context manager that reports if its body takes longer than ``timeout_seconds``. ``what`` names the body."""
-        self._watched = what, time.monotonic()
+        """A context manager that reports if its body takes longer than ``timeout_seconds``. ``what`` names the body.
+
+        Raises:
+            HangError: a collective has failed after the report. Without a message if a lower rank has that.
+        """
+        self._watched = watched = what, time.monotonic()
         try:
             yield
             if self._is_measuring:
                 self.synchronize()
                 self._longest_seconds = max(self._longest_seconds, time.monotonic() - self._watched[1])
+        except RuntimeError as error:
+            if self._reported is not watched or not TIMED_OUT.search(str(error)):
+                raise
+            self._has_report.wait(COLLECT_SECONDS + REPORT_SECONDS)
+            raise HangError(self._conclusion) from error
+        else:
+            if self._reported is watched:  # it was only slow
+                self._has_report.wait(COLLECT_SECONDS + REPORT_SECONDS)
+                with self.best_effort:
+                    _write_error_file("")
         finally:
             self._watched = None
 
@@ -127,12 +153,13 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._closed.set()
 
     def _run(self) -> None:
-        reported = None
         while not self._closed.wait(POLL_SECONDS):
             watched = self._watched
-            if watched and watched is not reported and time.monotonic() > watched[1] + self.timeout_seconds:
-                reported = watched
+            if watched and watched is not self._reported and time.monotonic() > watched[1] + self.timeout_seconds:
+                self._has_report.clear()
+                self._conclusion, self._reported = "", watched
                 self._report(watched[0])
+                self._has_report.set()
 
     def _report(self, what: str) -> None:
         name = f"{what.replace(' ', '-')}-rank-{{}}.txt"
@@ -157,15 +184,18 @@ class Watchdog(AbstractContextManager["Watchdog"]):
                         return  # that rank logs the summary, so that only one rank reads the reports of all
                     with path.open() as file:
                         statuses[rank] = RankStatus(**(json_object(file.readline()) or {}))
-        logger.error("%s", self._summary(what, statuses))
+        summary, self._conclusion = self._summary(what, statuses)
+        logger.error("%s", summary)
+        with self.best_effort:
+            _write_error_file(self._conclusion)
 
-    def _summary(self, what: str, statuses: dict[int, RankStatus]) -> str:
-        """Which ranks wait for which others, in a few lines."""
+    def _summary(self, what: str, statuses: dict[int, RankStatus]) -> tuple[str, str]:
+        """Which ranks wait for which others, in a few lines, and in one which ranks hang."""
         lines = [f"{what} takes more than {self.timeout_seconds:.0f} s; the stack traces are in {self.folder}"]
         groups: dict[str, list[int]] = {}
         for rank in range(self.world_size):
             groups.setdefault(_described(statuses.get(rank)), []).append(rank)
-        lines += [f"  ranks {ranges(ranks)} {described}" for described, ranks in groups.items()]
+        lines += [f"  {ranks_text(ranks)}: {described}" for described, ranks in groups.items()]
         awaited_by: dict[Any, tuple[int, ...]] = {}  # a cache, because most ranks wait in the same collective
         waits: dict[tuple[int, ...], list[int]] = {}
         for rank, status in sorted(statuses.items()):
@@ -176,10 +206,45 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             if wait not in awaited_by:
                 awaited_by[wait] = tuple(sorted(_awaited(status, statuses, self.world_size)))
             waits.setdefault(awaited_by[wait], []).append(rank)
-        for awaited, waiting in sorted(waits.items()):
+        waiting: set[int] = set()
+        for awaited, ranks in sorted(waits.items()):
             if awaited:
-                lines.append(f"  so ranks {ranges(waiting)} are waiting for ranks {ranges(list(awaited))}")
-        return "\n".join(lines)
+                verb = "is" if len(ranks) == 1 else "are"
+                lines.append(f"  so {ranks_text(ranks)} {verb} waiting for {ranks_text(awaited)}")
+                waiting.update(ranks)
+        return "\n".join(lines), self._concluded(what, {rank for ranks in waits for rank in ranks}, waiting, groups)
+
+    def _concluded(
+        self, what: str, awaited: Collection[int], waiting: Collection[int], groups: dict[str, list[int]]
+    ) -> str:
+        """One line that names the ranks that hang, and their hosts: those that are awaited and wait for none."""
+        hanging = sorted(set(awaited) - set(waiting))
+        where = f"the stack traces are in {self.folder}"
+        if not hanging:
+            others = f"{ranks_text(sorted(awaited))} wait for each other" if awaited else "no rank waits for another"
+            return f"{what} takes more than {self.timeout_seconds:.0f} s, and {others}; {where}"
+        doing = "; ".join(described for described, ranks in groups.items() if not set(ranks).isdisjoint(hanging))
+        on = ""
+        if self.hosts:
+            hosts = list(dict.fromkeys(self.hosts[rank] for rank in hanging))
+            more = f" and {len(hosts) - MAX_HOSTS} more" if len(hosts) > MAX_HOSTS else ""
+            on = f" on host{'s' * (len(hosts) > 1)} {', '.join(hosts[:MAX_HOSTS])}{more}"
+        verb = "hangs" if len(hanging) == 1 else "hang"
+        return f"{ranks_text(hanging)}{on} {verb} in {what}: {doing}; {where}"
+
+
+def _write_error_file(message: str) -> None:
+    """Leave ``message`` to torchrun, which reads it if the process fails; an empty one removes an earlier one."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and message:
+        try:
+            raise HangError(message)
+        except HangError as error:
+            get_error_handler().record_exception(error)  # with the traceback, which torchrun shows
+    elif file:
+        Path(file).unlink(missing_ok=True)
 
 
 def _current_status(frame: FrameType | None, doing: str) -> RankStatus:
@@ -217,10 +282,10 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
 
 def _described(status: RankStatus | None) -> str:
     if status is None:
-        return "wrote no report: dead, stopped, or not in this step"
+        return "no report: dead, stopped, or not in this step"
     waits_in = status.waits_in or next((operation for operation, _, _ in status.pending.values()), "")
     doing = f"; {status.doing}" if status.doing else ""
-    return (f"wait in {waits_in} at {status.where}" if waits_in else f"are at {status.where}") + doing
+    return (f"waiting in {waits_in} at {status.where}" if waits_in else f"at {status.where}") + doing
 
 
 def _awaited(status: RankStatus, statuses: dict[int, RankStatus], world_size: int) -> set[int]:
