@@ -400,17 +400,41 @@ def test_log_line_has_the_remaining_time() -> None:
     line = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "memory_gib", "data_wait_fraction"), 1.0)
     line |= {"step": 10, "tokens": 20480, "step_seconds": 2.0, "mfu": None}
 
-    def text(line: dict[str, Any], width: int | None = None) -> str:
-        return "  ".join(word for _, word in step_words(line, 100, width))
+    def text(line: dict[str, Any], width: int | None = None, left: int = 90) -> str:
+        return "  ".join(word for _, word in step_words(line, 100, left, width, {}))
 
-    assert text(line).startswith("step  10/100  20.5K tokens  loss 1.0000  grad norm 1.000  lr 1.00e+00  1 tokens/s")
-    assert text(line).endswith("2.000 s/step  1.00 GiB  data wait 100.0%  3m00s left")
-    assert "left" not in text({**line, "step": 100})
-    assert text(line, 70) == "step  10/100  loss 1.0000  grad norm 1.000  1 tokens/s  3m00s left"
+    assert text(line).startswith(
+        "step  10/100  20.5K tokens  loss 1.0000  grad norm 1.000  lr 1.00e+00        1 tokens"
+    )
+    assert text(line).endswith("2.000 s/step  1.00 GiB  data wait 100.0%   3m00s left")
+    assert "left" not in text(line, left=0)
+    assert text(line, 70) == "step  10/100  loss 1.0000  norm 1.000        1 tok/s   3m00s left"
     assert text(line, 5) == "step  10/100  loss 1.0000"
     large = {**line, "tokens_per_second": 1e6, "tokens": 1.05e12, "mfu": 0.5, "step": 1}
-    assert len("  ".join(word for _, word in step_words(large, 1_000_000, 111))) <= 111
+    assert len("  ".join(word for _, word in step_words(large, 1_000_000, 999_999, 111, {}))) <= 111
     assert [duration(s) for s in (59.7, 41, 3725, 187200)] == ["1m00s", "41s", "1h02m", "2d04h"]
+
+
+def test_words_of_step_lines_stay_below_each_other() -> None:
+    """From the first line, with a large loss and gradient and a small rate, to the last, which has no time left."""
+    names = ("step", "loss", "grad_norm", "tokens_per_second", "step_seconds", "tokens")
+    numbers = [
+        *((1, 12.0312, 118.935, 130.0, 15.7, 2048), (10, 6.4808, 1.709, 98220.0, 0.02, 20480)),
+        *((20, 6.1030, 11.047, 312301.0, 0.007, 40960), (100, 4.8784, 1.251, 305156.0, 0.007, 204800)),
+    ]
+    other = {"lr": 1e-3, "mfu": None, "memory_gib": 0.8, "data_wait_fraction": 0.0}
+    for width in (71, 91, 111, None):
+        columns: dict[int, int] = {}
+        lines = []
+        for values in numbers:
+            line = dict(zip(names, values, strict=True)) | other
+            left = 0 if line["step"] in (1, 100) else 100 - int(line["step"])
+            lines.append("  ".join(word for _, word in step_words(line, 100, left, width, columns)))
+        labels = ("loss", "tok/s" if width == 71 else "tokens/s", "norm", *(["lr", "s/step"] if width is None else []))
+        for label in labels:
+            assert len({line.index(label) for line in lines}) == 1, lines
+        assert width is None or max(map(len, lines)) <= width, lines
+        assert [line.endswith("left") for line in lines] == [False, True, True, False]
 
 
 def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,7 +455,7 @@ def test_memory_of_a_gpu_is_that_of_its_allocator(monkeypatch: pytest.MonkeyPatc
     }
     assert reset == [device]
     line = dict.fromkeys(("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "step_seconds"), 1.0)
-    words = step_words({**line, "mfu": None, "data_wait_fraction": 0.0, **memory}, 1, None)
+    words = step_words({**line, "mfu": None, "data_wait_fraction": 0.0, **memory}, 1, 0, None, {})
     assert "3.00 GiB (25% reserved)" in [word for _, word in words]
 
 

@@ -27,7 +27,7 @@ from torchtrain.config.schema import (
     TrainingConfig,
 )
 from torchtrain.datasets.data_source import SourceSize
-from torchtrain.logging import aligned
+from torchtrain.logging import _wrapped, aligned, counted
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.results import next_commands, summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
@@ -102,7 +102,7 @@ def test_screen_of_two_ranks_is_that_of_one(tmp_path: Path, columns: int | None)
         assert max(map(len, lines[1:])) <= columns
     assert "  devices      cpu (" in screen
     assert "2 ranks: shard 2" in screen
-    assert "  batch        4 sequences, 128 tokens; in 1 steps 128, 0.00096 per parameter" in screen
+    assert "  batch        4 sequences, 128 tokens; in 1 step 128, 0.00096 per parameter" in screen
     assert "  data         README: " in screen
     assert sum("importing PyTorch" in line for line in screen.splitlines()) == 1, "rank 0 alone logs"
 
@@ -118,7 +118,7 @@ def test_step_lines_are_colored_only_where_the_terminal_shows_it(
     finish(tmp_path, "--training.steps", "1", ranks=1, hook=terminal.hook)
     screen = terminal.close_raw()
     (line,) = (line for line in screen.splitlines() if "loss" in line and "grad norm" in line)
-    step = "\x1b[36mstep 1/1\x1b[0m  \x1b[36m128 tokens\x1b[0m" if is_colored else "step 1/1  128 tokens"
+    step = "\x1b[36mstep 1/1\x1b[0m  \x1b[36m  128 tokens\x1b[0m" if is_colored else "step 1/1    128 tokens"
     assert re.match(rf"[0-9:]{{8}} {re.escape(step)}  ", line), repr(line)
     assert ("\x1b" in screen) is is_colored
 
@@ -240,7 +240,7 @@ def test_sources_have_their_weight_size_and_epochs() -> None:
         "web: weight 0.6, 12 MB, about 4.1M tokens, under 0.01 epochs",
         "books: weight 0.2, 0.005 MB, 1K tokens, 2.00 epochs",
     ]
-    assert _source_rows(found)[1:] == ["2 more sources: weight 0.4"]
+    assert _source_rows(found)[2:] == ["code: weight 0.2, size not known"]
     assert _source_rows(found[2:]) == ["code: size not known"]
 
 
@@ -259,11 +259,44 @@ def test_schedule_is_described(options: dict[str, object], text: str) -> None:
     assert _schedule(JobConfig(lr_scheduler=LRSchedulerConfig(**options))) == text  # type: ignore[arg-type]
 
 
+def test_one_has_no_plural() -> None:
+    assert [counted(number, "GPU") for number in (0, 1, 2, 4000)] == ["0 GPUs", "1 GPU", "2 GPUs", "4,000 GPUs"]
+
+
+def test_list_of_the_commands_has_each_with_a_line() -> None:
+    """The modules themselves are listed, so that one of a plugin is found, too."""
+    screen = checked_command("torchtrain.__main__").splitlines()
+    listed = {line.split()[0]: line[18:] for line in screen if re.match(r"  [a-z]", line)}
+    assert {*COMMANDS, "train", "launch", "evaluate"} == listed.keys()
+    assert next(iter(listed)) == "train"
+    assert listed["perplexity"] == "Loss and perplexity of a trained model on text files"
+    assert max(map(len, screen)) <= 80
+    result = run_command("torchtrain.__main__", "generate", "outputs/x")
+    assert result.returncode == 2
+    assert result.stderr.endswith("error: a command is a module of its own: python -m torchtrain.generate outputs/x\n")
+
+
 def test_long_texts_are_wrapped_below_themselves() -> None:
     rows = [("a", "one two three four five six"), ("long", "x" * 40)]
     wrapped = ["  a     one two three four", "        five six", f"  long  {'x' * 40}"]
     assert aligned(rows, 30).splitlines() == wrapped
     assert aligned(rows).splitlines() == ["  a     one two three four five six", f"  long  {'x' * 40}"]
+
+
+def test_lines_of_the_log_are_wrapped_between_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "held_out.txt").write_text("def held_out(x):\n    return x\n" * 40)
+    options = ("--validation.enable", "--validation.path", "held_out.txt", "--validation.interval", "1")
+    terminal = Terminal(80)
+    finish(Path("run"), *options, "--training.steps", "2", ranks=1, hook=terminal.hook)
+    screen = terminal.close()
+    assert re.search(r"validation after step 2: loss .*\n  .*the best", screen), screen
+    assert max(map(len, screen.splitlines())) <= 80, screen
+    text = "rank 1: " + " ".join(["word"] * 40) + "\n  " + " ".join(["item"] * 30) + "\n" + "x" * 100
+    wrapped = "\n".join(_wrapped(line, 50) for line in text.split("\n"))
+    assert wrapped.split() == text.split()
+    assert [len(line) for line in wrapped.splitlines() if len(line) > 50] == [100]
+    assert "\n    item item" in wrapped
 
 
 def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +316,7 @@ def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monk
     validation = [line for line in metrics if "validation_loss" in line]
     best = min(validation, key=lambda line: line["validation_loss"])
     seconds = sum(line["step_seconds"] for line in steps)
-    assert "in 8 training steps" in lines[1]
+    assert re.fullmatch(r"  time         \d+s in 8 training steps, \d+s with all else", lines[1])
     assert lines[2] == f"  tokens       1.02K, on average {8 * 128 / seconds:,.0f} per second"
     assert lines[3] == f"  loss         {steps[-1]['loss']:.4f} in step 8, {steps[0]['loss']:.4f} in step 1"
     last_loss, best_loss = validation[-1]["validation_loss"], best["validation_loss"]
@@ -401,7 +434,7 @@ def test_rate_of_tokens_is_that_of_the_steps_of_the_file(tmp_path: Path) -> None
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = dict(summarize(read_run(tmp_path)))
-    assert rows["time"].endswith("5s in 10 training steps")
+    assert rows["time"].startswith("5s in 10 training steps, ")
     assert rows["tokens"] == "3K, on average 200 per second"
 
 
@@ -428,7 +461,8 @@ def test_results_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rows = summarize(read_run(tmp_path))
-    assert rows[0][1].endswith("2s in 3 training steps, 2 starts")
+    assert rows[0][1].startswith("2s in 3 training steps of 2 starts; ")
+    assert rows[0][1].endswith(" since the last one")
     assert rows[1:3] == [
         ("tokens", "300, on average 200 per second"),
         ("loss", "not finite in step 3, 4.0000 in step 1"),

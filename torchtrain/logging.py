@@ -16,6 +16,7 @@ logger = logging.getLogger("torchtrain")
 
 
 TIME_FORMAT = "%H:%M:%S"
+MIN_WIDTH = 20  # of wrapped text
 
 
 class _Formatter(logging.Formatter):
@@ -26,8 +27,26 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
+        if (width := terminal_width()) is not None:
+            text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
         colored: str | None = getattr(record, "colored", None)
         return text if colored is None else text.replace(record.message, colored)
+
+
+def _wrapped(line: str, width: int) -> str:
+    """``line`` with line breaks between words, where a terminal would break it inside of one."""
+    if len(line) <= width:
+        return line
+    indent = line[: len(line) - len(line.lstrip())] + "  "
+    wrapper = textwrap.TextWrapper(
+        max(width, MIN_WIDTH),
+        subsequent_indent=indent,
+        expand_tabs=False,
+        replace_whitespace=False,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return wrapper.fill(line)
 
 
 def init_logging() -> None:
@@ -112,6 +131,16 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
 
 
+def ranks_text(numbers: Sequence[int]) -> str:
+    """Sorted numbers of ranks, such as "rank 3" or "ranks 0-2, 5"."""
+    return f"{'rank' if len(numbers) == 1 else 'ranks'} {ranges(numbers)}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and a noun in its plural, unless the number is 1: "1 rank", "4,000 ranks"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def aligned(rows: Iterable[tuple[str, str]], width: int | None = None) -> str:
     """Lines of labels and texts in two columns, indented by two spaces; texts are wrapped to ``width`` if it is given.
 
@@ -121,7 +150,7 @@ def aligned(rows: Iterable[tuple[str, str]], width: int | None = None) -> str:
     column = 2 + max(len(label) for label, _ in rows) + 2
     lines, shown = [], ""
     for label, text in rows:
-        room = max(20, width - column) if width else len(text) + 1
+        room = max(MIN_WIDTH, width - column) if width else len(text) + 1
         for part in textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False):
             lines.append(f"{'' if label == shown else f'  {label}':{column}}{part}")
             shown = label

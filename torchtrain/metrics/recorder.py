@@ -35,6 +35,7 @@ from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss
 
 GIB = 2**30
+FULL_WIDTH = 90  # of a message of the log; in narrower ones, the words of a step are shorter
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
@@ -103,6 +104,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self.part_entry = {"stage": self.part} if self.part else {}
         self.step_metrics: list[StepMetrics] = []
         self.validations: list[dict[str, Any]] | None = None  # steps and results so far; read at the first validation
+        self.columns: dict[int, int] = {}  # widths in the lines of the log (``step_words``)
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
         self.restart(self.start_step)
         self.writers: Writers | None = None
@@ -185,7 +187,9 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             line |= metrics.metrics()
         if self.writers is not None:
             self.writers.write(line)
-            log_in_color(step_words(line, self.last_step, message_width()))
+            # The first step of a process compiles, connects ranks and fills caches.
+            left = self.last_step - step if step > self.start_step + 1 else 0
+            log_in_color(step_words(line, self.last_step, left, message_width(), self.columns))
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
@@ -245,33 +249,44 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             metrics.restart()
 
 
-def step_words(line: dict[str, Any], last_step: int, width: int | None) -> list[tuple[str, str]]:
+def step_words(
+    line: dict[str, Any], last_step: int, steps_left: int, width: int | None, columns: dict[int, int]
+) -> list[tuple[str, str]]:
     """Metrics as the words of a line of the log, two spaces apart, each with the number of its color.
 
     If they exceed ``width``, the least important ones are left out; ``metrics.jsonl`` has all of them.
+
+    Args:
+        steps_left: those whose time is shown; 0 for none.
+        columns: widths of the numbers in earlier lines, which grow, so that the words stay below each other.
     """
     share = f" ({line['memory_fraction']:.0%} reserved)" if "memory_fraction" in line else ""
-    # What is left out first has the highest number.
+    left = f"{duration(steps_left * line['step_seconds'])} left" if steps_left else ""
+    norm, rate = ("grad norm", "tokens/s") if width is None or width >= FULL_WIDTH else ("norm", "tok/s")
+    # What is left out first has the highest number. Each number has the width of its usual values.
     words = [
-        (0, "36", f"step {line['step']:>{len(str(last_step))}}/{last_step}"),
-        (5, "36", f"{format_tokens(line['tokens'])} tokens"),
-        (0, "32", f"loss {line['loss']:.4f}"),
-        (1, "33", f"grad norm {line['grad_norm']:.3f}"),
-        (4, "0", f"lr {line['lr']:.2e}"),
-        (2, "34", f"{line['tokens_per_second']:,.0f} tokens/s"),
-        *([] if line["mfu"] is None else [(3, "34", f"MFU {line['mfu']:.1%}")]),
-        (7, "0", f"{line['step_seconds']:.3f} s/step"),
-        (6, "35", f"{line['memory_gib']:.2f} GiB{share}"),
-        (8, "0", f"data wait {line['data_wait_fraction']:.1%}"),
+        (0, "36", "step", f"{line['step']}/{last_step}", 2 * len(str(last_step)) + 1, ""),
+        (5, "36", "", format_tokens(line["tokens"]), 5, "tokens"),
+        (0, "32", "loss", f"{line['loss']:.4f}", 6, ""),
+        (1, "33", norm, f"{line['grad_norm']:.3f}", 5, ""),
+        (4, "0", "lr", f"{line['lr']:.2e}", 8, ""),
+        (2, "34", "", f"{line['tokens_per_second']:,.0f}", 7, rate),
+        *([] if line["mfu"] is None else [(3, "34", "MFU", f"{line['mfu']:.1%}", 5, "")]),
+        (7, "0", "", f"{line['step_seconds']:.3f}", 5, "s/step"),
+        (6, "35", "", f"{line['memory_gib']:.2f}", 4, f"GiB{share}"),
+        (8, "0", "data wait", f"{line['data_wait_fraction']:.1%}", 4, ""),
+        (1, "0", "", left, len("12m05s left"), ""),
     ]
-    if line["step"] < last_step:
-        words.append((1, "0", f"{duration((last_step - line['step']) * line['step_seconds'])} left"))
-    while width is not None and sum(len(text) + 2 for _, _, text in words) - 2 > width:
-        least = max(rank for rank, _, _ in words)
+    texts = []
+    for number, (rank, color, before, value, usual, after) in enumerate(words):
+        columns[number] = max(columns.get(number, usual), len(value))
+        texts.append((rank, color, " ".join(filter(None, (before, value.rjust(columns[number]), after)))))
+    while width is not None and sum(len(text) + 2 for _, _, text in texts) - 2 > width:
+        least = max(rank for rank, _, _ in texts)
         if least == 0:
             break
-        words = [word for word in words if word[0] != least]
-    return [(color, text) for _, color, text in words]
+        texts = [word for word in texts if word[0] != least]
+    return [(color, text) for _, color, text in texts if text.strip()]
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ from torchtrain.config.registry import MODELS, VALIDATION_PARTS, WEIGHT_FORMATS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.files import is_url
-from torchtrain.logging import BestEffort, aligned, logger, terminal_width
+from torchtrain.logging import BestEffort, aligned, counted, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
 from torchtrain.metrics.recorder import duration
 from torchtrain.metrics.run_description import RunDescription
@@ -69,9 +69,12 @@ def summarize(run: Run) -> list[tuple[str, str]]:
         before = [run.starts[0]["step"] if run.starts else 0, *(line["step"] for line in steps)]
         counts = [line["step"] - earlier for line, earlier in zip(steps, before, strict=False)]
         seconds = sum(count * line["step_seconds"] for count, line in zip(counts, steps, strict=True))
-        starts = f", {len(run.starts)} starts" if len(run.starts) > 1 else ""
-        wall = f"{duration(time.time() - run.starts[-1]['time'])}, " if run.starts else ""
-        rows.append(("time", f"{wall}{duration(seconds)} in {sum(counts):,} training steps{starts}"))
+        text = f"{duration(seconds)} in {counted(sum(counts), 'training step')}"
+        if run.starts:
+            wall = duration(time.time() - run.starts[-1]["time"])
+            starts = len(run.starts)
+            text += f" of {starts} starts; {wall} since the last one" if starts > 1 else f", {wall} with all else"
+        rows.append(("time", text))
         first, last = steps[0], steps[-1]
         if "tokens" in last and seconds:
             tokens = last["tokens"] * sum(counts) / last["step"]  # those of the steps in the file

@@ -22,13 +22,11 @@ from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import rank
 from torchtrain.files import is_url
-from torchtrain.logging import BestEffort, aligned, logger, terminal_width
+from torchtrain.logging import BestEffort, aligned, counted, logger, terminal_width
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.parallelisms.attention_backend import attention_backend_name
 from torchtrain.parallelisms.linear_conversion import linear_conversion
-
-MAX_SOURCE_ROWS = 2  # of the banner; the last one sums up the sources that are left
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,8 @@ def describe_run(
     total = plan.tokens_after(steps)
     parameters = count_parameters(model)
     whose = "the run " * bool(plan.part_name)
-    length = f"{whose}in {steps:,} steps {format_tokens(total)}, {total / parameters:.2g} per parameter"
+    ratio = f"{total / parameters:.2g}" if total < 100 * parameters else f"{total / parameters:,.0f}"
+    length = f"{whose}in {counted(steps, 'step')} {format_tokens(total)}, {ratio} per parameter"
     layout = {axis: degree for axis, degree in asdict(dims).items() if degree > 1}
     family = config.model.hf_folder or f"{model.family} {config.model.flavor}".strip()
     data = describe_sources(config, sources, tokenizer)
@@ -88,7 +87,7 @@ def describe_run(
         *plan.banner(),
         (
             "batch",
-            f"{rows_per_step:,} sequences, {tokens_per_step:,} tokens; {length}",
+            f"{counted(rows_per_step, 'sequence')}, {tokens_per_step:,} tokens; {length}",
         ),
         ("optimizer", _optimizer(config)),
         ("schedule", _schedule(config)),
@@ -146,11 +145,9 @@ def _share(config: JobConfig, number: int) -> float:
 
 
 def _source_rows(sources: Sequence[dict[str, Any]]) -> list[str]:
-    """One line per source, those with the largest weights first."""
+    """One line per source, that with the largest weight first."""
     rows = []
-    ordered = sorted(sources, key=lambda source: -source["share"])
-    shown = ordered if len(ordered) <= MAX_SOURCE_ROWS else ordered[: MAX_SOURCE_ROWS - 1]
-    for source in shown:
+    for source in sorted(sources, key=lambda source: -source["share"]):
         about = "about " if source["tokens_are_an_estimate"] else ""
         words = [f"weight {source['share']:.3g}"] if len(sources) > 1 else []
         words += [f"{source['bytes'] / 1e6:,.3g} MB"] if source["bytes"] else []
@@ -159,9 +156,6 @@ def _source_rows(sources: Sequence[dict[str, Any]]) -> list[str]:
         if source["epochs"]:
             words.append(f"{source['epochs']:,.2f} epochs" if source["epochs"] >= 0.01 else "under 0.01 epochs")
         rows.append(f"{source['source']}: {', '.join(words)}")
-    if len(shown) < len(ordered):
-        rest = ordered[len(shown) :]
-        rows.append(f"{len(rest)} more sources: weight {sum(source['share'] for source in rest):.3g}")
     return rows
 
 
@@ -174,7 +168,7 @@ def _devices(device: torch.device, layout: dict[str, int]) -> str:
         name = torch.cuda.get_device_name(device) if torch.cuda.is_available() else "GPUs"
     machines = f" on {-(-ranks // local)} machines" if ranks > local else ""
     axes = " x ".join(f"{axis} {degree}" for axis, degree in layout.items())
-    return f"{name}, {ranks} rank{'s' * (ranks > 1)}{machines}{f': {axes}' if axes else ''}"
+    return f"{name}, {counted(ranks, 'rank')}{machines}{f': {axes}' if axes else ''}"
 
 
 def _validation(config: JobConfig) -> str:
@@ -183,7 +177,7 @@ def _validation(config: JobConfig) -> str:
         return "off (data.held_out, validation.enable)"
     labels = [source.title or source.source_type for source in options.all if options.enable]
     labels += [f"{s.held_out:.2%} of {s.title or s.source_type}" for s in config.data.all if s.held_out]
-    return f"{', '.join(labels)}, every {options.interval:,} steps and at the end"
+    return f"{', '.join(labels)}, every {counted(options.interval, 'step')} and at the end"
 
 
 def _optimizer(config: JobConfig) -> str:
@@ -198,11 +192,11 @@ def _optimizer(config: JobConfig) -> str:
 def _schedule(config: JobConfig) -> str:
     options = config.lr_scheduler
     phases = LRSchedule(options, config.optimizer.lr, config.training.steps).phases
-    warmup = f"warm-up of {phases.warmup:,} steps, then " if phases.warmup else ""
+    warmup = f"warm-up of {counted(phases.warmup, 'step')}, then " if phases.warmup else ""
     if options.decay_type == "constant" or not phases.decay:
         return f"{warmup}constant"
     stable = phases.total - phases.warmup - phases.decay
-    constant = f"constant for {stable:,} steps, then " if stable else ""
+    constant = f"constant for {counted(stable, 'step')}, then " if stable else ""
     last = f"{config.optimizer.lr * phases.min_lr_factor:g}"
     return f"{warmup}{constant}{options.decay_type} to {last} after step {options.start_step + phases.total:,}"
 
@@ -240,15 +234,18 @@ def _checkpoints(config: JobConfig, parameters: int) -> str:
     options = config.checkpoint
     if not options.enable:
         return "off (checkpoint.enable): the run cannot be resumed"
-    minutes = f" and {options.interval_minutes:g} minutes" if options.interval_minutes else ""
+    minutes = (
+        f" and {options.interval_minutes:g} minute{'s' * (options.interval_minutes != 1)}"
+        if options.interval_minutes
+        else ""
+    )
     kept = f"the newest {options.keep_latest_k} kept" if options.keep_latest_k else "all kept"
     if options.keep_latest_k and options.keep_every:
         kept += f" and each {options.keep_every:,} steps one"
     if options.keep_latest_k and options.keep_best_k:
         kept += f" and the best {options.keep_best_k}"
-    return (
-        f"every {options.interval:,} steps{minutes}, {kept}, {_checkpoint_size(config, parameters) / 1e9:.3g} GB each"
-    )
+    size = f"{_checkpoint_size(config, parameters) / 1e9:.3g} GB each"
+    return f"every {counted(options.interval, 'step')}{minutes}, {kept}, {size}"
 
 
 def _start(config: JobConfig) -> str:
@@ -290,7 +287,7 @@ def warn_about_checkpoints(config: JobConfig, model: DecoderConfig, start_step: 
             keep = {name: getattr(options, name) for name in ("keep_latest_k", "keep_every", "keep_best_k")}
             set_options = ", ".join(f"{name} = {value}" for name, value in keep.items() if value) or "keep_latest_k = 0"
             logger.warning(
-                f"{folder} has {free / 1e9:,.1f} GB left, and up to {count} checkpoints (checkpoint.{set_options}, "
-                f"and the one being written) may need {needed / 1e9:,.1f} GB: make room, name another job.dump_folder "
-                "or checkpoint.folder, or keep fewer"
+                f"{folder} has {free / 1e9:,.1f} GB left, and up to {counted(count, 'checkpoint')} "
+                f"(checkpoint.{set_options}, and the one being written) may need {needed / 1e9:,.1f} GB: make room, "
+                "name another job.dump_folder or checkpoint.folder, or keep fewer"
             )

@@ -55,7 +55,7 @@ def resolve_global_batch_size(config: JobConfig, degrees: ParallelDims) -> int:
     tokens = wanted // ranks * config.training.seq_len
     if tokens > MOST_TOKENS:
         raise ConfigError(
-            f"training.global_batch_size = {wanted} gives each of {ranks} data-parallel ranks {tokens} tokens a step; "
+            f"training.global_batch_size = {wanted} gives each data-parallel rank, of {ranks}, {tokens} tokens a step; "
             f"the limit is {MOST_TOKENS}. It counts sequences of training.seq_len tokens, not tokens: try "
             f"{max(1, wanted // config.training.seq_len)}"
         )

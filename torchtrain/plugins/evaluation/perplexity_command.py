@@ -18,6 +18,7 @@ from torchtrain.cli import command, is_first_rank, reports_errors
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, check_values, require, require_local
 from torchtrain.errors import ConfigError
+from torchtrain.logging import counted
 from torchtrain.progress import progress
 
 if TYPE_CHECKING:
@@ -143,6 +144,6 @@ def loss_sum(trained: "TrainedModel", windows: Iterable[list[int]], batch_size: 
 def as_text(found: dict[str, Any]) -> str:
     return (
         f"loss {found['loss']:.4f}  perplexity {found['perplexity']:.3f}  {found['bits_per_byte']:.4f} bits per byte\n"
-        f"{found['documents']:,} documents, {found['tokens']:,} tokens, {found['bytes']:,} bytes, in windows of "
-        f"{found['seq_len']:,} tokens"
+        f"{counted(found['documents'], 'document')}, {found['tokens']:,} tokens, {found['bytes']:,} bytes, "
+        f"in windows of {found['seq_len']:,} tokens"
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
+from torchtrain.logging import counted
 from torchtrain.plugins.planner.failures import best_interval, expected_seconds, expected_seconds_of_replicas
 from torchtrain.plugins.planner.hardware import GIB
 from torchtrain.plugins.planner.options import EstimateConfig
@@ -108,14 +109,13 @@ def assumptions(estimate: Estimate) -> str:
     network = gpu.network_bandwidth * estimate.gpus_per_node * 8e-9
     degrees = {name: degree for name, degree in asdict(estimate.degrees).items() if degree > 1}
     layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"
-    gpus = f"{estimate.world_size:,} GPU{'s' * (estimate.world_size > 1)}"
     return (
         f"{format_tokens(estimate.parameters)} parameters, with a vocabulary of {estimate.vocab_size:,}; "
-        f"on {gpus} of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, "
+        f"on {counted(estimate.world_size, 'GPU')} of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, "
         f"{gpu.link_bandwidth * 8e-9:,.0f} Gb/s between two of a machine\n"
-        f"machines of {estimate.gpus_per_node} GPUs with {network:,.0f} Gb/s each; attention by "
+        f"machines of {counted(estimate.gpus_per_node, 'GPU')} with {network:,.0f} Gb/s each; attention by "
         f"{ATTENTION[estimate.attention]}\n"
-        f"{layout}; {format_tokens(estimate.global_tokens)} tokens in each of {estimate.steps:,} steps, "
+        f"{layout}; {format_tokens(estimate.global_tokens)} tokens in each of {counted(estimate.steps, 'step')}, "
         f"{format_tokens(tokens)} in all"
     )
 
@@ -130,10 +130,9 @@ def format_failures(days: float, step_seconds: float, world_size: int, options: 
     interval = best_interval(mtbf_seconds, options.save_seconds)
     costs = (mtbf_seconds, options.save_seconds, options.restart_seconds)
     expected = expected_seconds(days * 86400, interval, *costs) / 86400
-    count = f"{expected * 86400 / mtbf_seconds:,.0f}"
-    failures = f"{count} failure{'' if count == '1' else 's'}"
+    failures = counted(round(expected * 86400 / mtbf_seconds), "failure")
     text = (
-        f"with a failure every {mtbf_seconds / 3600:,.1f} hours on {world_size:,} GPUs: {expected:.1f} days "
+        f"with a failure every {mtbf_seconds / 3600:,.1f} hours on {counted(world_size, 'GPU')}: {expected:.1f} days "
         f"({days / expected:.1%} of them training), {expected * 24 * world_size:,.0f} GPU-hours, {failures}\n"
         f"best checkpoint interval: {interval / 60:,.1f} minutes, checkpoint.interval = "
         f"{max(1, round(interval / step_seconds))}"

@@ -12,7 +12,7 @@ from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.environment import cores_of_process
 from torchtrain.errors import ConfigError
-from torchtrain.logging import logger
+from torchtrain.logging import counted, logger
 from torchtrain.models.spec import DecoderConfig, flops_per_token, matrix_shapes
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_global_batch_size
@@ -107,8 +107,9 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
     if not best:
         more = f"; {skipped} others were skipped {why}" if skipped else ""
         raise ConfigError(
-            f"none of the {len(simulated)} most promising of {count} layouts on {world_size} GPUs fits in "
-            f"{gpu.memory_gib} GiB{more}; use more GPUs, or set training.enable_cpu_offload = true"
+            f"none of the {len(simulated)} most promising of {counted(count, 'layout')} on "
+            f"{counted(world_size, 'GPU')} fits in {gpu.memory_gib} GiB{more}; use more GPUs, or set "
+            "training.enable_cpu_offload = true"
         )
     head = (
         f"{count} layouts, of which {len(layouts)} may fit; {len(simulated)} simulated in "
