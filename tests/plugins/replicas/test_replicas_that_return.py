@@ -61,7 +61,7 @@ class Wait(Kill):
 
     def now(self, place: str, step: int) -> None:
         if place == self.place and step >= self.step > 0 and self.file.exists():
-            sys.stderr.write("waits\n")
+            sys.stderr.write("hangs now\n")
             sys.stderr.flush()
             while self.file.exists():
                 time.sleep(0.05)
@@ -110,7 +110,7 @@ def test_a_replica_that_hangs_with_its_process_alive(members: int, references: A
     names = [str(number) for number in range(members)]
     for name in names:
         replicas.start(name, Wait(5, "forward", slow_seconds=0.1, file=file) if name == "0" else SLOW)
-    replicas.wait_until(lambda: "waits" in replicas.log("0").read_text())
+    replicas.wait_until(lambda: "hangs now" in replicas.output())
     began = time.monotonic()
     replicas.wait_until(lambda: replicas.step() >= 8)
     assert time.monotonic() - began < 30
