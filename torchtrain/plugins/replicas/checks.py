@@ -5,7 +5,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 
 from torchtrain.config.schema import JobConfig, option_of_plugin
-from torchtrain.errors import ConfigError
+from torchtrain.errors import ConfigError, StorageError
 from torchtrain.optional_packages import install_command
 from torchtrain.plugins.replicas.options import ReplicasConfig
 
@@ -61,11 +61,16 @@ def check_config(config: JobConfig, replicas: ReplicasConfig) -> None:
 
 
 def check_host(host: str) -> None:
-    """Raise ConfigError unless ``host`` is this machine: its state and its sums are served at that address."""
+    """Raise ConfigError unless ``host`` is this machine: its state and its sums are served at that address.
+
+    Raises:
+        StorageError: the name server does not answer, and may later.
+    """
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ConfigError(
+        kind = StorageError if error.errno == socket.EAI_AGAIN else ConfigError
+        raise kind(
             f"replicas.host = {host!r} is not known on the machine {socket.gethostname()} ({error.strerror}): give the "
             "address by which other machines reach it"
         ) from error
