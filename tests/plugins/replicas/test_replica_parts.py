@@ -328,7 +328,7 @@ def test_the_id_is_that_of_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_host_is_this_machine() -> None:
     checks.check_host("127.0.0.1")
-    with pytest.raises(ConfigError, match="replicas.host = '192.0.2.1' is not an address of the machine"):
+    with pytest.raises(ConfigError, match=r"replicas.host = '192.0.2.1' is not an address of the machine"):
         checks.check_host("192.0.2.1")
     for code, kind in ((socket.EAI_NONAME, ConfigError), (socket.EAI_AGAIN, StorageError)):
         unknown = socket.gaierror(code, "no answer")
