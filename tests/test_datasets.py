@@ -238,6 +238,18 @@ def test_docstrings_of_the_standard_library_are_a_source() -> None:
     assert source.identity() == opened_text(DataConfig(type="standard_library_docs"), 1).identity()
 
 
+def test_prose_of_the_standard_library_is_a_source() -> None:
+    source = opened_text(DataConfig(type="standard_library_prose"), 1)
+    texts = list(source.read_all(range(source.parts)))
+    assert source.text_bytes > 500_000
+    sentence = "The value of an object is a rather abstract notion in Python:"  # of pydoc's page about classes
+    assert any("Ensure changes to file f are physically on disk." in text for text in texts)
+    paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n")]
+    assert not any(word in text for word in (">>>", "----", "``") for text in paragraphs)
+    assert all(paragraph[0].isupper() and paragraph.endswith(".") and "\n" not in paragraph for paragraph in paragraphs)
+    assert sentence in " ".join(paragraphs)
+
+
 WITHOUT_LIBRARIES_OF_FILE_FORMATS = """
 import sys
 

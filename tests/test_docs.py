@@ -209,6 +209,18 @@ LISTED = {
     "--lr_scheduler.min_lr_factor 0 --data.held_out 0.05 --validation.steps 160": ("takes minutes; run by hand"),
     "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
+    **dict.fromkeys(
+        [
+            "CONFIG_FILE=train_configs/open_1b.toml NGPU=1 ./run_llama_train.sh",
+            "CONFIG_FILE=train_configs/open_1b.toml ./run_llama_train.sh",
+        ],
+        "needs a GPU and the network; test_hub.py checks it with stand-ins",
+    ),
+    "python -m torchtrain.check 32 --job.config_file train_configs/llama3_8b.toml": "needs data and a tokenizer",
+    "./run_llama_train.sh --job.config_file train_configs/debug_english.toml": "takes minutes; test_datasets.py reads "
+    "its data",
+    "python -m torchtrain.generate outputs/debug_english --prompt "
+    '"This module provides" --temperature 0.5 --seed 1': "needs the run of the line above",
     "CONFIG_FILE=train_configs/llama3_1b.toml NGPU=1 ./run_llama_train.sh --model.tokenizer_path "
     "tokenizer.model": "needs a GPU",
     "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2 "

@@ -461,7 +461,10 @@ class TrainingConfig(Section, name="training"):
         require_one(self, "tokens", "steps")
 
 
-BUILT_IN_SOURCES = ("files", "remote_files", "hub", "standard_library", "standard_library_docs")
+BUILT_IN_SOURCES = (
+    *("files", "remote_files", "hub"),
+    *("standard_library", "standard_library_docs", "standard_library_prose"),
+)
 
 
 @dataclass(frozen=True)
@@ -499,8 +502,8 @@ class SourceConfig(Section):
     it."""
     type: str = ""
     """Type of the source: files, remote_files (those by URLs), hub, standard_library, standard_library_docs (its
-    docstrings), or one that a module in job.import registers (docs/extending.md). Empty: files or remote_files if path
-    is set, hub if name is set."""
+    docstrings), standard_library_prose (the English sentences in them and in pydoc's pages), or one that a module in
+    job.import registers (docs/extending.md). Empty: files or remote_files if path is set, hub if name is set."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """[data.options]: options of a registered type."""
 

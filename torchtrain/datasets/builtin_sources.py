@@ -9,7 +9,12 @@ from typing import TypeVar
 from torchtrain.config.registry import DATA_SOURCES, FOLDER_FORMATS
 from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.data_source import DataSource, SourceContext, SourceType
-from torchtrain.datasets.local_files import open_files, open_standard_library, open_standard_library_docs
+from torchtrain.datasets.local_files import (
+    open_files,
+    open_standard_library,
+    open_standard_library_docs,
+    open_standard_library_prose,
+)
 from torchtrain.files import with_retries
 
 Several = TypeVar("Several", bound=SourcesConfig)
@@ -57,6 +62,14 @@ class StandardLibraryDocs(SourceType):
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG003
         return open_standard_library_docs()
+
+
+class StandardLibraryProse(SourceType):
+    """data.type = "standard_library_prose": the English sentences in its docstrings and in pydoc's pages."""
+
+    @classmethod
+    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG003
+        return open_standard_library_prose()
 
 
 def format_of_folder(config: SourceConfig, context: SourceContext) -> str | None:

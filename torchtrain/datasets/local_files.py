@@ -7,11 +7,13 @@ import io
 import itertools
 import math
 import os
+import re
 import sysconfig
 import warnings
 from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -138,11 +140,38 @@ def open_standard_library() -> LocalText:
 
 def open_standard_library_docs() -> LocalText:
     """The docstrings of the Python standard library: English text, one document per module."""
-    texts = _standard_library_docstrings()
+    return _text_in_memory(_standard_library_docstrings(), "the docstrings of the Python standard library")
+
+
+def open_standard_library_prose() -> LocalText:
+    """The sentences in the docstrings of the Python standard library and in pydoc's pages about the language."""
+    texts = list(_standard_library_docstrings())
+    with suppress(ImportError):  # some systems do not install it
+        from pydoc_data.topics import topics
+
+        texts += topics.values()
+    prose = [text for text in map(_prose, texts) if text]
+    return _text_in_memory(prose, "the prose of the Python standard library")
+
+
+def _prose(text: str) -> str:
+    """The different paragraphs of ``text`` that are sentences of words, without markup, each as one line."""
+    paragraphs = [" ".join(re.sub(r"[*`]", "", part).split()) for part in re.split(r"\n\s*\n", text)]
+    sentences = [
+        part
+        for part in paragraphs
+        if re.fullmatch(r"[A-Z].*\.", part)
+        and part.count(" ") >= 5
+        and len(re.sub(r"[^A-Za-z ,.']", "", part)) > 0.96 * len(part)
+    ]
+    return "\n\n".join(dict.fromkeys(sentences))
+
+
+def _text_in_memory(texts: Sequence[str], label: str) -> LocalText:
     digest = xxhash.xxh3_128_hexdigest("\0".join(texts).encode())[:16]
     return LocalText(
         texts,
-        "the docstrings of the Python standard library",
+        label,
         lambda whole=False: Identity(f"{len(texts)} documents, hash {digest}"),  # noqa: ARG005
         sum(len(text.encode()) for text in texts),
     )

@@ -173,6 +173,13 @@ def test_simulation_for_cpus_counts_what_a_real_run_does(
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
 
+def test_tokenizer_by_url_is_not_fetched_where_the_size_of_its_vocabulary_is_given() -> None:
+    config = from_file(str(Path(__file__).parents[3] / "train_configs/open_1b.toml"))
+    assert config.model.tokenizer_path.startswith("https://")
+    with patch("torchtrain.plugins.planner.request.tokenizer_file", side_effect=AssertionError):
+        assert resolve_model_config(config).vocab_size == 49152
+
+
 def test_averaged_weights_are_counted() -> None:
     plain, averaged = simulated(2), simulated(2, ema={"enable": True})
     averaged_bytes = [step.live_at_end["optimizer"] for step in averaged.recorder.steps]

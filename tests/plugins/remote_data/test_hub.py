@@ -20,8 +20,10 @@ import pyarrow.parquet
 import pytest
 import torch
 from data_samples import DOCUMENTS, make_loader, take
+from forked_command import checked_command
 from forked_run import ForkedRun, finish
 from hub_server import Fault, Hub
+from json_tokenizers import save_tokenizer
 
 from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
@@ -399,3 +401,16 @@ def test_binary_column_of_a_downloaded_dataset_is_read_as_utf8(tmp_path: Path) -
                 download_documents(source)
         else:
             assert download_documents(source) == ["caf\xe9", None]
+
+
+def test_config_with_open_data_and_tokenizer_is_accepted(hub: Hub, tmp_path: Path) -> None:
+    """With stand-ins for its data and its tokenizer, which it names by URL."""
+    files = {name.replace("sample/", "sample/10BT/"): content for name, content in fineweb().items()}
+    files["README.md"] = b"---\nconfigs:\n- config_name: sample-10BT\n  data_files: sample/10BT/*\n---\n"
+    hub.add("HuggingFaceFW/fineweb-edu", files)
+    config, tokenizer = "train_configs/open_1b.toml", save_tokenizer(tmp_path / "tokenizer")
+    options = [f"--job.dump_folder={tmp_path}/run", f"--model.tokenizer_path={tokenizer}", "--data.held_out=0.2"]
+    options += ["--training.local_batch_size=1", "--training.global_batch_size=2"]  # with fewer readers
+    found = checked_command("torchtrain.check", "2", "--job.config_file", config, *options).stderr
+    assert "vocabulary 49,152" in found, found
+    assert "fineweb-edu" in found

@@ -10,6 +10,7 @@ from torchtrain.datasets.build import document_start
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
+from torchtrain.files import is_url
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.parallelisms.check import check_layout
@@ -35,7 +36,8 @@ def resolve_model_config(config: JobConfig) -> DecoderConfig:
         ConfigError: the tokenizer does not fit the config.
     """
     path, tokenizer = config.model.tokenizer_path, None
-    if tokenizer_file(path).is_file():
+    needs_fetch = is_url(path) and config.model.vocab_size is not None  # for nothing: the size is known
+    if not needs_fetch and tokenizer_file(path).is_file():
         tokenizer = load_tokenizer(path)
         document_start(config, tokenizer)
     return build_model_config(config.model, tokenizer, config.training.seq_len)
