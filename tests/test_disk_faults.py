@@ -553,7 +553,7 @@ def test_hanging_save_is_reported_and_a_stop_ends_the_wait(disk: DiskFaults, tmp
     disk.fail("fsync", f"{tmp_path}/checkpoint/step-4.*/__1_0.distcp", seconds=3600, rank=1)
     options = ["--comm.train_timeout_seconds", "2", "--faults.stop_grace_seconds", "2"]
     run = ForkedRun(tmp_path, *options, hook=use_configured_timeout)
-    run.wait_for(lambda: "so ranks 0 are waiting for ranks 1" in run.output())
+    run.wait_for(lambda: "so rank 0 is waiting for rank 1" in run.output())
     assert "save of step 6 takes more than 2 s" in run.output()
     assert "ranks 1 are at manager.py" in run.output()
     assert "; step-4: writes its part since " in run.output()
