@@ -57,6 +57,7 @@ REPLICA = (
 ON_A_LAPTOP = "tests/plugins/replicas/test_replicas.py runs it"
 # Commands that are not run, and the reason.
 LISTED = {
+    "python -m torchtrain": "test_terminal.py",
     "export PYTHONPATH=.": OWN_MODEL,
     "pip install -e scripts/families": "tests/test_example_families.py lays out the files of an installation",
     "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "test_example_families.py: shorter",

@@ -15,6 +15,7 @@ FILES = sorted((ROOT / "torchtrain").rglob("*.py"))
 # Folders and modules of the package, from the top layer to the lowest. docs/architecture.md explains them.
 LAYERS = {
     "commands": (
+        "__main__",
         "train",
         "prepare",
         "convert",

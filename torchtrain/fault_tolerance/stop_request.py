@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.environment import LOST_CONNECTION
-from torchtrain.errors import StoppedError
+from torchtrain.errors import HangError, StoppedError
 from torchtrain.logging import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -139,8 +139,9 @@ class StopRequest:
         """
         try:
             yield
-        except RuntimeError as error:
-            if (self.pending or self.agreed) and LOST_CONNECTION.search(str(error)):
+        except (RuntimeError, HangError) as error:
+            lost = LOST_CONNECTION.search(str(error.__cause__ if isinstance(error, HangError) else error))
+            if lost and (self.pending or self.agreed):
                 raise StoppedError("asked to stop, and another rank has left before this one") from error
             raise
 
