@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 import socket
 import threading
 import time
@@ -27,6 +26,7 @@ from torchtrain.errors import ConfigError, StorageError, SupersededError, Torcht
 from torchtrain.logging import logger
 from torchtrain.plugins.replicas.heartbeat import Heartbeat
 from torchtrain.plugins.replicas.options import ReplicasConfig
+from torchtrain.plugins.replicas.reasons import reason_of
 
 NAME_BYTES = 16
 WAIT_SECONDS = 1.0  # between two looks for more replicas
@@ -84,12 +84,6 @@ class Member:
         numbers = [self.present, self.since, self.saved, self.stopping, self.options]
         numbers += [self.beginning, self.is_alone, self.process, self.state, self.id_hash]
         return [*numbers, *_integers_of(bytes.fromhex(self.run)), *_integers_of(name)]
-
-
-def reason_of(error: Exception) -> str:
-    """The first line of an error; of one of gloo without the place in its source code and general advice."""
-    text = re.sub(r"^\[[^]]*\.(?:cc|h):\d+\] *", "", (str(error) or repr(error)).splitlines()[0])
-    return text.partition(". This is typically")[0]
 
 
 def _integers_of(content: bytes) -> list[int]:

@@ -12,7 +12,7 @@ from torchft.checkpointing import HTTPTransport
 
 from torchtrain.distributed.connections import gloo_options
 from torchtrain.errors import StorageError
-from torchtrain.plugins.replicas.group import reason_of
+from torchtrain.plugins.replicas.reasons import reason_of
 from torchtrain.torch_internals import _streaming_load
 
 # Of torchft's servers, clients and groups, only urllib obeys http_proxy: gRPC is that of tonic, which knows no proxies.
