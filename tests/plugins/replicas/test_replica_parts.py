@@ -307,7 +307,7 @@ def test_options_that_replicas_cannot_keep_are_rejected(options: list[str], mess
 
 def test_a_missing_package_is_named() -> None:
     config = parse(REPLICA)
-    with patch.object(checks, "find_spec", lambda _: None), pytest.raises(ConfigError, match=r"torchtrain\[elastic\]"):
+    with patch.object(checks, "find_spec", lambda _: None), pytest.raises(ConfigError, match="pip install 'torchft"):
         checks.check_config(config, section_of(config, ReplicasConfig))
 
 
