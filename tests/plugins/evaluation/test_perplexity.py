@@ -75,7 +75,7 @@ def test_plain_text_is_one_document(trained_run: Path, export: Path, files: Path
     expectation = expected(export, TEXTS[:1])
     text = checked_command("torchtrain.perplexity", str(trained_run), str(files / "first.txt")).stdout
     assert text.startswith(f"loss {expectation['loss']:.4f}  perplexity {expectation['perplexity']:.3f}  ")
-    assert f"\n1 documents, {expectation['tokens']} tokens, {len(TEXTS[0].encode())} bytes, in windows of 64" in text
+    assert f"\n1 document, {expectation['tokens']} tokens, {len(TEXTS[0].encode())} bytes, in windows of 64" in text
 
 
 @pytest.mark.parametrize(
