@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crash_test_replicas import require_order
 from forked_run import read_metrics
 from replica_run import Kill, curves, differences
 from s3_server import S3Server
@@ -428,6 +429,7 @@ def test_of_two_processes_of_one_replica_the_older_one_ends(hangs: bool, referen
     assert "another process of the replica '0' has started later" in replicas.log("0").read_text()
     assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
     assert differences(replicas.folder, reference) == []
+    require_order(read_metrics(replicas.folder))
 
 
 @pytest.mark.parametrize(
@@ -451,6 +453,7 @@ def test_a_replica_alone_hangs_until_others_have_resumed(
     written = len(curves(replicas.folder)) - (12 - resumed)  # by the one that was alone
     steps = [*range(1, written + 1), *range(resumed + 1, 13)]
     assert differences(replicas.folder, reference, steps=steps) == []
+    require_order(read_metrics(replicas.folder))
 
 
 def test_a_damaged_checkpoint_is_set_aside_by_the_one_that_leads(references: Any, started: Any) -> None:
