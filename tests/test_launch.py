@@ -77,7 +77,7 @@ def test_port_that_is_taken_is_named_with_its_option(options: tuple[str, ...], o
         port = other.getsockname()[1]
         address = f"localhost:{port}" if "c10d" in options else str(port)
         result = run_command("torchtrain.launch", *options, address, "--nproc-per-node", "1", "--no-python", "true")
-    assert result.returncode == 2, result.stderr
+    assert result.returncode == 74, result.stderr
     assert f"error: port {port} of this host is taken, by another job or program: give another one by {option}" in (
         result.stderr
     )

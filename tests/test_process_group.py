@@ -330,7 +330,7 @@ def test_taken_port_of_the_rendezvous_is_an_error_with_its_variable(monkeypatch:
         for name, value in own.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(StorageError) as error:
             Rendezvous(5)
         assert str(error.value).startswith(f"MASTER_PORT = {port} is taken on this host, by another job or program")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # torchrun has chosen it

@@ -321,7 +321,7 @@ def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monk
     validation = [line for line in metrics if "validation_loss" in line]
     best = min(validation, key=lambda line: line["validation_loss"])
     seconds = sum(line["step_seconds"] for line in steps)
-    assert re.fullmatch(r"  time         \d+s in 8 training steps, \d+s with all else", lines[1])
+    assert re.fullmatch(r"  time         \d+s in 8 training steps, \d+s with validation and saves", lines[1])
     assert lines[2] == f"  tokens       1.02K, on average {8 * 128 / seconds:,.0f} per second"
     assert lines[3] == f"  loss         {steps[-1]['loss']:.4f} in step 8, {steps[0]['loss']:.4f} in step 1"
     last_loss, best_loss = validation[-1]["validation_loss"], best["validation_loss"]

@@ -188,7 +188,7 @@ def test_invalid_rank_environment_is_an_error(tmp_path: Path) -> None:
         for environment, code, message in (
             ({"RANK": "a", "WORLD_SIZE": "2"}, 2, "RANK = 'a' in the environment is not a number: use torchrun"),
             ({"WORLD_SIZE": "2"}, 2, "environment variable RANK expected, but not set: start with torchrun"),
-            (port_in_use, 74, "rendezvous failed: The server socket has failed to listen"),
+            (port_in_use, 74, f"MASTER_PORT = {port_in_use['MASTER_PORT']} is taken on this host"),
         ):
             found = run_command("torchtrain.train", *options, environment=environment)
             assert found.returncode == code

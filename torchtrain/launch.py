@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtrain.cli import command, run_and_exit
-from torchtrain.errors import ConfigError, HangError
+from torchtrain.errors import HangError, StorageError
 from torchtrain.logging import logger, ranges
 
 # Exit codes with which all ranks exit at about the same time: errors that all ranks raise, and stops (docs/faults.md).
@@ -78,9 +78,10 @@ def main(argv: Sequence[str]) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         hang = hang_report(error.failures.values())
-        if hang:  # once more, as the last line: a rank that hangs is killed 30 s after the others have ended
+        if hang and (failure.exitcode < 0 or failure.exitcode == HangError.exit_code):  # NCCL aborts the process
+            # Once more, as the last line: a rank that hangs is killed 30 s after the others have ended.
             logger.error("error: %s", hang)
-            failure.exitcode = HangError.exit_code  # NCCL has aborted the process
+            failure.exitcode = HangError.exit_code
         if failure.exitcode < 0:
             memory = ": perhaps for lack of memory on its host" if failure.exitcode == -signal.SIGKILL else ""
             logger.error(
@@ -164,7 +165,7 @@ def reject_port(option: str, address: str) -> int:
         "nodes",
         *(address.rpartition(":")[2], option),
     )
-    return ConfigError.exit_code
+    return StorageError.exit_code
 
 
 def port_is_taken(address: str) -> bool:

@@ -101,7 +101,7 @@ class Rendezvous:
             raise ConfigError(f"{error}: start with torchrun, which sets it, or unset RANK and WORLD_SIZE") from None
         except dist.DistError as error:
             if "EADDRINUSE" in str(error) and "TORCHELASTIC_RUN_ID" not in os.environ:  # torchrun has chosen it itself
-                raise ConfigError(
+                raise StorageError(
                     f"MASTER_PORT = {os.environ['MASTER_PORT']} is taken on this host, by another job or program: set "
                     "another one, the same for all ranks"
                 ) from None

@@ -73,7 +73,11 @@ def summarize(run: Run) -> list[tuple[str, str]]:
         if run.starts:
             wall = duration(time.time() - run.starts[-1]["time"])
             starts = len(run.starts)
-            text += f" of {starts} starts; {wall} since the last one" if starts > 1 else f", {wall} with all else"
+            text += (
+                f" of {starts} starts; {wall} since the last one"
+                if starts > 1
+                else f", {wall} with validation and saves"
+            )
         rows.append(("time", text))
         first, last = steps[0], steps[-1]
         if "tokens" in last and seconds:
