@@ -606,7 +606,7 @@ def test_changed_data_are_detected_on_resume(tmp_path: Path) -> None:
     data.write_text("".join(documents[:100]))
     error = run_ends_with(2, tmp_path / "run", *options, "6")
     assert "resuming would not continue the same run: data.path = '1 file(s) of " in error
-    assert f"; changed: {data}). Set the old value again, put files back, or," in error
+    assert f"; changed: {data}). Set the checkpoint's value again, put files back, or," in error
     assert "checkpoint.allow_changes = ['data.path'], with which a source that has other content is read from" in error
     data.write_text("".join(documents))  # the same content with another modification time
     assert "resumed from" in finish(tmp_path / "run", *options, "6", ranks=1)

@@ -197,7 +197,7 @@ def check_resume_compatibility(
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
             f"{_new_folder(current_toml)}. The checkpoint in this one does not fit this run:"
-            f"{_listed(found[Kind.IMPOSSIBLE])}Set the old value again, or start the new run from the weights of this "
+            f"{_listed(found[Kind.IMPOSSIBLE])}Set the checkpoint's value again, or start the new run from the weights of this "
             "one: checkpoint.initial_load_path"
         )
     allowed = list(allow_changes)
@@ -218,8 +218,8 @@ def check_resume_compatibility(
             restarted = ", with which a source that has other content is read from its start" if changed_files else ""
             back = ", put files back" if any(of.key in current_data for of in others) else ""
             messages.append(
-                f"{_listed(others)}Set the old value again{back}, or, if this run is to continue with the new one, add "
-                f"it to the config: {allow}{restarted}"
+                f"{_listed(others)}Set the checkpoint's value again{back}, or, if this run is to continue with the new "
+                f"one, add it to the config, or give --checkpoint.allow_changes: {allow}{restarted}"
             )
         if extended:
             messages.append(_another_length(saved_toml, current_toml, "the same" if others else allow))

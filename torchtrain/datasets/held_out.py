@@ -48,7 +48,8 @@ class SourcePart(DocumentSource):
         if held_out and not any(map(self.document, range(self.parts))):
             raise DataError(
                 f"{section}.held_out = {share} holds out none of the {self.parts:,} documents of {source.name}: raise "
-                "it, or set it to 0"
+                "it, or set it to 0. A text file is one document: to hold out a part of it, divide it into .jsonl, or "
+                "validate on another file, by [validation]"
             )
 
     def document(self, number: int) -> str | None:

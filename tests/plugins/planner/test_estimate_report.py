@@ -207,7 +207,7 @@ def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     found = run_command("torchtrain.estimate", *OPTIONS, *options, hook=hook)
     log = found.stderr if terminal is None else terminal.close()
     assert found.returncode == 0, log
-    shown = re.findall(SEARCHED, log, re.MULTILINE)
+    shown = re.findall(SEARCHED, log.replace("\n  ", " "), re.MULTILINE)  # lines break between words
     assert sorted(int(number) for number, _ in shown) == list(range(1, len(shown) + 1))
     head, common, titles, first, *_, last = found.stdout.splitlines()
     assert re.search(rf"; {len(shown)} simulated in \d+ s of CPU time, {len(shown)} of them fit; 0 skipped", head)
