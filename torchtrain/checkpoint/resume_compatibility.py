@@ -197,8 +197,8 @@ def check_resume_compatibility(
     if found[Kind.IMPOSSIBLE]:
         raise CheckpointError(
             f"{_new_folder(current_toml)}. The checkpoint in this one does not fit this run:"
-            f"{_listed(found[Kind.IMPOSSIBLE])}Set the checkpoint's value again, or start the new run from the weights of this "
-            "one: checkpoint.initial_load_path"
+            f"{_listed(found[Kind.IMPOSSIBLE])}Set the checkpoint's value again, or start the new run from the weights "
+            "of this one: checkpoint.initial_load_path"
         )
     allowed = list(allow_changes)
     rejected = [difference for difference in found[Kind.CHANGES] if difference.key not in allowed]
