@@ -438,7 +438,8 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
     environment["PYTHONPATH"] = str(ROOT)
     message = run()
-    assert "--example.answer: there is no section 'example', or it is of a plugin that is not installed" in message
+    assert "example is not a known section; there are job, " in message
+    assert "; or it is of a plugin that is not installed" in message
     message = r"beginnings is not a known section.*; or it is of a plugin that is not installed"
     with pytest.raises(ConfigError, match=message):
         from_text("[beginnings]\nanswer = 42\n", "test.toml")

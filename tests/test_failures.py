@@ -122,5 +122,5 @@ def test_estimate_prints_a_line_per_stage_and_the_whole() -> None:
         *("main", "long context", "annealing", "whole run")
     ]
     assert (rows["main"][6:8], rows["whole run"][2:4]) == (["118", "242K"], ["198", "406K"])
-    assert "with a failure every 50,700.0 hours on 1 GPUs" in output
+    assert "with a failure every 50,700.0 hours on 1 GPU: " in output
     assert "best checkpoint interval: " in output
