@@ -1,6 +1,5 @@
 """Steps that are undone, by a rollback or a resume with other options, in metrics.jsonl and in what writers show."""
 
-import io
 import json
 import time
 from pathlib import Path
@@ -152,9 +151,7 @@ def test_id_of_a_tracker_run_is_that_of_the_newer_side(
 ) -> None:
     """After a rollback, a new one is in the folder before a checkpoint has it."""
     stored = {METRICS: lines_of((0, 1, "12")), name: b"stored"}
-    monkeypatch.setattr(
-        outputs, "_read_outputs", lambda _: [(file, io.BytesIO(content)) for file, content in stored.items()]
-    )
+    monkeypatch.setattr(outputs, "_read_outputs", lambda _: list(stored.items()))
     checkpoint: Any = None
     restore_outputs(checkpoint, tmp_path)
     assert (tmp_path / name).read_bytes() == b"stored"
