@@ -108,9 +108,9 @@ def test_of_two_processes_of_one_replica_the_one_that_started_first_leaves() -> 
         group._meet()
         assert not group._is_superseded
         assert group.why.startswith("there are two processes")
-    alike = Exchange("a long name of replica 11", newer, other)  # another one, with the same short name
-    alike._meet()
-    assert (alike._is_superseded, alike.why) == (False, "")
+    other_replica = Exchange("a long name of replica 11", newer, other)  # another one, with the same short name
+    other_replica._meet()
+    assert (other_replica._is_superseded, other_replica.why) == (False, "")
 
 
 def test_a_later_beginning_of_the_run_counts_more_than_steps() -> None:
