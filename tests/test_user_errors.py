@@ -423,6 +423,7 @@ def test_hint_of_an_installed_package_has_the_requirements_of_its_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(optional_packages, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])  # without the metadata of a torchtrain that pip installed
     assert install_command("s3") == "install the packages of 's3' in torchtrain's pyproject.toml"
     info = tmp_path / f"{optional_packages.DISTRIBUTION.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
@@ -430,7 +431,6 @@ def test_hint_of_an_installed_package_has_the_requirements_of_its_metadata(
     lines = ["torch>=2.11", 's3fs>=2025.9; extra == "s3"', elastic]
     fields = [f"Name: {optional_packages.DISTRIBUTION}", "Version: 1.0", *(f"Requires-Dist: {line}" for line in lines)]
     (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *fields, ""]))
-    monkeypatch.syspath_prepend(str(tmp_path))
     assert install_command("s3") == "pip install 's3fs>=2025.9'"
     assert install_command("elastic") == "pip install 'torchft<0.3,>=0.2'"
 
