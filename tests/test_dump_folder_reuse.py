@@ -81,6 +81,28 @@ def test_run_that_ended_before_its_first_checkpoint_keeps_its_files(tmp_path: Pa
     assert events(tmp_path / "metrics.jsonl").count("start") == 2
 
 
+@pytest.mark.parametrize("changed", ["data", "options"])
+def test_files_of_another_run_that_saved_no_checkpoint_are_renamed(tmp_path: Path, changed: str) -> None:
+    """Also where the other run differs only in the content of its data files."""
+    text = tmp_path / "texts" / "text.txt"
+    text.parent.mkdir()
+    text.write_text("Many words. " * 2000)
+    data = ("--data.path", str(text))
+    run = ForkedRun(tmp_path, *ON, "4", *data, "--faults.on_nonfinite", "stop", ranks=1, hook=nan_in_step_3)
+    assert run.wait() == [2]
+    first = (tmp_path / "metrics.jsonl").read_bytes()
+    if changed == "data":
+        text.write_text("Other words. " * 2000)
+    seed = "1" if changed == "options" else "0"
+    output = finish(tmp_path, *ON, "4", *data, "--training.seed", seed, ranks=1)
+    assert "files of another run: they are renamed to config.1.toml, metrics.1.jsonl" in output
+    assert (tmp_path / "metrics.1.jsonl").read_bytes() == first
+    assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2, 3, 4]
+    assert "starts" not in output
+    finish(tmp_path, *ON, "5", *data, "--training.seed", seed, ranks=1)  # this run has a checkpoint
+    assert events(tmp_path / "metrics.jsonl") == ["start", 1, 2, 3, 4, "start", 5]
+
+
 @pytest.mark.parametrize("resumed", [True, False])
 def test_files_without_a_run_id_belong_to_the_run_if_it_resumes(tmp_path: Path, resumed: bool) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "start"}\n{"step": 1, "loss": 2.0}\n{"step": 2, "ev')

@@ -21,7 +21,7 @@ from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.outputs import OutputCopies
 from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point
-from torchtrain.checkpoint.resume_compatibility import hash_of_changes
+from torchtrain.checkpoint.resume_compatibility import hash_of_changes, is_same_run
 from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
 from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
@@ -79,7 +79,7 @@ from torchtrain.metrics.validation import (
     check_validation_parts,
     read_microbatches,
 )
-from torchtrain.metrics.writers import check_writers, has_validation, rename_files_of_other_run
+from torchtrain.metrics.writers import check_writers, has_validation, last_start, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.loss import TokenLoss, exact_nats
 from torchtrain.models.model_config import (
@@ -201,6 +201,9 @@ class Trainer:
             data_files=lambda: [source.file_table() for source in self.dataloader.sources],
             takes_lease=self.takes_lease,
             group=group,
+            is_same_run=partial(
+                is_same_run, last_start(self.run_folder / "metrics.jsonl"), hash_of_changes(self.config_toml)
+            ),
         )
 
     def build_optimizer(self) -> None:
@@ -329,6 +332,7 @@ class Trainer:
             run=self.checkpointer.lease.run,
             generation=self.checkpointer.lease.generation,
             options=hash_of_changes(self.config_toml),
+            data=self.checkpointer.start.data,
             description=self.description.record,
         )
 

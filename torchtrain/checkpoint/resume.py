@@ -223,6 +223,7 @@ def find_resume_point(
     data_files: Callable[[], Sequence[FileTable]] = tuple,
     takes_lease: bool = True,
     group: dist.ProcessGroup | None = None,
+    is_same_run: Callable[[Mapping[str, str]], bool] = lambda _: True,
 ) -> ResumePoint:
     """Select the checkpoint in ``storage`` to resume from, and acquire the writer lease. Collective.
 
@@ -238,6 +239,8 @@ def find_resume_point(
         data_files: returns the files of each source; called on rank 0 only.
         takes_lease: whether the lease is acquired now; else by ``CheckpointManager.take_lease``, before a save.
         group: that of an earlier call in this process; None: a new one is created.
+        is_same_run: whether an earlier start, which has saved no checkpoint, was of this run, given the identity of its
+            data; called on rank 0 only. If not, this start is a new run, with an id of its own.
 
     Raises:
         CheckpointError: there are checkpoints, but none is valid; the checkpoint of ``load_step`` is missing or
@@ -284,7 +287,8 @@ def find_resume_point(
 
     def acquire() -> WriterLease:
         if takes_lease:
-            return storage.acquire_lease(run, held.lease)
+            is_new = step is None and not is_same_run(identity)
+            return storage.acquire_lease(uuid.uuid4().hex if is_new else run, held.lease)
         return WriterLease(run=run or storage.read_lease().run or uuid.uuid4().hex)
 
     lease = held.lease = broadcast_from_rank0(acquire, group)

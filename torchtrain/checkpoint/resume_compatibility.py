@@ -274,6 +274,18 @@ def same_content(saved: str, current: str | None) -> bool:
     return True
 
 
+def is_same_run(start: Mapping[str, Any], options: str, data: Mapping[str, str]) -> bool:
+    """Whether an earlier start of a run trained with the same options on the same data, as far as that is known.
+
+    Args:
+        start: its event "start" in metrics.jsonl; empty if there is none.
+        options, data: of the process that starts now: ``hash_of_changes`` and the identity of its data and tokenizer.
+    """
+    saved = start.get("data", {})
+    same_data = all(same_content(saved[key], text) for key, text in data.items() if key in saved)
+    return bool(start.get("options", options) == options and same_data)
+
+
 def _new_folder(current_toml: str) -> str:
     """That a new run needs another folder, with the options for one."""
     options = options_in(current_toml)

@@ -98,6 +98,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     description: Mapping[str, Any] = field(default_factory=dict)  # for the event "start"
     generation: int = 0  # of the writer lease; increases with each start
     options: str = ""  # hash of the options that change the run
+    data: Mapping[str, str] = field(default_factory=dict)  # identity of data and tokenizer; empty without checkpoints
     same_process: bool = False  # whether this process has trained an earlier part; for the event "start"
 
     def __post_init__(self) -> None:
@@ -120,6 +121,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                     "run": self.run,
                     "generation": self.generation,
                     "options": self.options,
+                    "data": dict(self.data),
                     **self.part_entry,
                     **({"same_process": True} if self.same_process else {}),
                     "ranks": dist.get_world_size(),

@@ -191,8 +191,8 @@ def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
     Args:
         resumed: the run resumes from a checkpoint, so that files without the id of a run belong to it.
     """
-    last_start = _last_start(folder / "metrics.jsonl")
-    if last_start["run"] == run if "run" in last_start else resumed:
+    previous = last_start(folder / "metrics.jsonl")
+    if previous["run"] == run if "run" in previous else resumed:
         return
     names = names_in(folder)
     earlier = [int(match[1]) for match in map(NUMBERED.fullmatch, names) if match]
@@ -204,7 +204,7 @@ def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
         listed = ", ".join(numbered(name, number) for name in found)
         logger.info(f"{folder} has files of another run: they are renamed to {listed}")
     for number in sorted(numbers, reverse=True):
-        if run and _last_start(folder / numbered("metrics.jsonl", number)).get("run") == run:
+        if run and last_start(folder / numbered("metrics.jsonl", number)).get("run") == run:
             own = [name for name in OUTPUTS if numbered(name, number) in names]
             _renumber(folder, own, number, 0)
             logger.info(f"{folder}: files of this run had been renamed: they are {', '.join(own)} again")
@@ -222,7 +222,7 @@ def _renumber(folder: Path, names: Sequence[str], old: int, new: int) -> None:
                 file.write(text.replace(link, renamed).encode())
 
 
-def _last_start(path: Path) -> dict[str, Any]:
+def last_start(path: Path) -> dict[str, Any]:
     """The last event "start" in a metrics.jsonl; empty if there is none."""
     last: dict[str, Any] = {}
     with suppress(OSError):
