@@ -27,7 +27,7 @@ from torchtrain.config.schema import (
     TrainingConfig,
 )
 from torchtrain.datasets.data_source import SourceSize
-from torchtrain.logging import _wrapped, aligned, counted
+from torchtrain.logging import aligned, counted, wrapped
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.results import next_commands, summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
@@ -298,10 +298,10 @@ def test_lines_of_the_log_are_wrapped_between_words(tmp_path: Path, monkeypatch:
     assert re.search(r"validation after step 2: loss .*\n  .*the best", screen), screen
     assert max(map(len, screen.splitlines())) <= 80, screen
     text = "rank 1: " + " ".join(["word"] * 40) + "\n  " + " ".join(["item"] * 30) + "\n" + "x" * 100
-    wrapped = "\n".join(_wrapped(line, 50) for line in text.split("\n"))
-    assert wrapped.split() == text.split()
-    assert [len(line) for line in wrapped.splitlines() if len(line) > 50] == [100]
-    assert "\n    item item" in wrapped
+    shown = "\n".join(wrapped(line, 50) for line in text.split("\n"))
+    assert shown.split() == text.split()
+    assert [len(line) for line in shown.splitlines() if len(line) > 50] == [100]
+    assert "\n    item item" in shown
 
 
 def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

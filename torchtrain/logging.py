@@ -28,12 +28,12 @@ class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
         if (width := terminal_width()) is not None:
-            text = "\n".join(_wrapped(line, width) for line in text.split("\n"))
+            text = "\n".join(wrapped(line, width) for line in text.split("\n"))
         colored: str | None = getattr(record, "colored", None)
         return text if colored is None else text.replace(record.message, colored)
 
 
-def _wrapped(line: str, width: int) -> str:
+def wrapped(line: str, width: int) -> str:
     """``line`` with line breaks between words, where a terminal would break it inside of one."""
     if len(line) <= width:
         return line

@@ -17,7 +17,14 @@ from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.plugins.planner.advice import advice
 from torchtrain.plugins.planner.hardware import GIB, GPUS
-from torchtrain.plugins.planner.report import draw_memory, format_ranking, format_stages, merged_phases, verdict
+from torchtrain.plugins.planner.report import (
+    draw_memory,
+    format_estimate,
+    format_ranking,
+    format_stages,
+    merged_phases,
+    verdict,
+)
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
 
@@ -28,17 +35,20 @@ SEARCHED = r"^[0-9:]+ layout (\d+) of \d+: .*: [\d.]+ GiB, .*; the best so far (
 def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.tensor_parallel_degree", "2"]
     assert command.main([*argv, "--training.local_batch_size", "4"]) == 0
-    fits, duration, assumed, machines, layout, *tables = capsys.readouterr().out.splitlines()
-    n = r"[0-9.,e+-]+"
+    fits, duration, _, *rows = capsys.readouterr().out.splitlines()
+    n = "[0-9.,]+"
     assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%", fits)
-    assert re.fullmatch(f"{n} to {n} days, {n} to {n} GPU-hours", duration)
-    of_gpus = "on 4 GPUs of 989 TFLOP/s in bfloat16, 3,600 Gb/s between two of a machine"
-    assert assumed == f"6.82M parameters, with a vocabulary of 4,096; {of_gpus}"
-    attention = "attention by cuDNN, as PyTorch chooses if it is newer than 9.15"
-    assert machines == f"machines of 8 GPUs with 3,200 Gb/s each; {attention}"
-    assert layout == "shard 2, tensor 2; 2.05K tokens in each of 100 steps, 205K in all"
-    assert max(map(len, (fits, duration, assumed, layout, *tables))) <= 120
-    named = [line for line in tables if line.startswith(("shard: ", "tensor: "))]
+    assert re.fullmatch(f"{n} to {n} seconds, under 0.01 GPU-hours", duration)
+    assert [" ".join(row.split()) for row in rows[:6]] == [
+        "model 6.82M parameters, with a vocabulary of 4,096",
+        "GPUs 4 of 989 TFLOP/s in bfloat16",
+        "machines 8 GPUs each, 3,600 Gb/s between two of them; 3,200 Gb/s to others",
+        "attention cuDNN, as PyTorch chooses if it is newer than 9.15",
+        "layout shard 2, tensor 2",
+        "length 100 steps of 2.05K tokens, 205K in all",
+    ]
+    assert max(map(len, (fits, duration, *rows))) <= 80
+    named = [line for line in rows if line.startswith(("shard: ", "tensor: "))]
     assert [line for line in named if line.startswith("shard: reduce-scatter, backward ")] != []
     assert [line for line in named if line.startswith("tensor: all-gather of activations, forward ")] != []
     assert [line for line in named if "_" in line] == []
@@ -55,8 +65,30 @@ def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: p
         (["--parallelism.context_parallel_degree=2"], "FlashAttention 2"),
     ):
         assert command.main([*OPTIONS, *options, *argv]) == 0
-        machines = capsys.readouterr().out.splitlines()[3]
-        assert machines == f"machines of 2 GPUs with 200 Gb/s each; attention by {kernel}"
+        machines, attention = capsys.readouterr().out.splitlines()[5:7]
+        assert machines == "  machines   2 GPUs each, 3,600 Gb/s between two of them; 200 Gb/s to others"
+        assert attention == f"  attention  {kernel}"
+
+
+def test_tables_of_a_large_run_fit_80_columns_and_have_plain_numbers() -> None:
+    config = parse([*OPTIONS, "--estimate.world_size", "1"], "", "")
+    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    text = format_estimate(found)
+    assert "collectives" not in text  # one GPU has none
+    memory = RankMemory(
+        0, 3 * GIB, 3 * GIB, 7 * GIB, [{("loss", ""): (40.0 * GIB,) * 6}] * 2, {0: {("", ""): 99.5 * GIB}}
+    )
+    other = replace(memory, rank=1, peaks=[{("backward", "layers.30.feed_forward"): (1.0 * GIB,) * 6}] * 2)
+    collective = {"axis": "shard", "op": "all_gather_into_tensor", "phase": "forward", "count": 2176, "bytes": 1e12}
+    flops = {"forward": 9.57e15, "loss": 4.295e9}
+    large = StepCosts([memory, other], [collective], flops, {"step": 50.0, "forward": 50.0})
+    text = format_estimate(replace(found, costs=large))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "peak in loss on rank 0; backward layers.30.feed_forward on rank 1" in text
+    assert re.search("TFLOP per step on the busiest rank: 9,570\n  forward +9,570\n  loss +0.004295\n", text)
+    assert re.search("shard: all-gather of activations, forward +2,176 +931.323\n", text)
+    stages = [(config, replace(found, costs=large, steps=1_234_567, dollars_per_gpu_hour=2.0))] * 2
+    assert max(map(len, format_stages(stages).splitlines())) <= 80
 
 
 def test_duration_and_price_have_limits_and_three_digits() -> None:
@@ -178,16 +210,21 @@ def test_ranking_fits_a_screen_of_80_columns() -> None:
         costs = StepCosts([rank], [], {}, {"step": 1.0})
         return config, Estimate(GPUS["h100-80"], ParallelDims(shard=8, tensor=2), costs, 1 << 20, 9, 1, ())
 
-    common, *table = format_ranking([layout(1, "none", 60), layout(16, "full", 20)]).splitlines()
-    assert common == "in all of them pipeline 1, replicate 1, shard 8, context 1, tensor 2, reshard default"
+    common, wrapped, *table = format_ranking([layout(1, "none", 60), layout(16, "full", 20)]).splitlines()
+    assert common == "in all of them pipeline 1, replicate 1, shard 8, context 1, tensor 2, reshard"
+    assert wrapped == "  default"
     assert [line.split() for line in table] == [
         ["batch", "checkpoint", "GiB", "tokens/s", "MFU"],
         ["1", "none", "60.0", "65,536", "0.0%"],
         ["16", "full", "20.0", "65,536", "0.0%"],
     ]
     alone = format_ranking([layout(1, "none", 60)])
-    assert alone.split()[:5] == ["pipeline", "replicate", "shard", "context", "tensor"]
-    assert max(map(len, [common, *table, *alone.splitlines()])) <= 120
+    assert alone.splitlines() == [
+        "   GiB  tokens/s   MFU  layout",
+        "  60.0    65,536  0.0%  shard 8, tensor 2, batch 1, checkpoint none, reshard",
+        "                        default",
+    ]
+    assert max(map(len, [common, *table, *alone.splitlines()])) <= 80
 
 
 def few_layouts(use_terminal: Callable[[], object]) -> None:
@@ -209,13 +246,15 @@ def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     assert found.returncode == 0, log
     shown = re.findall(SEARCHED, log.replace("\n  ", " "), re.MULTILINE)  # lines break between words
     assert sorted(int(number) for number, _ in shown) == list(range(1, len(shown) + 1))
-    head, common, titles, first, *_, last = found.stdout.splitlines()
-    assert re.search(rf"; {len(shown)} simulated in \d+ s of CPU time, {len(shown)} of them fit; 0 skipped", head)
+    assert [line for line in found.stdout.splitlines()[:-1] if len(line) > 80] == []
+    unwrapped = re.sub(r"\n  (?=[a-z(])(?!shard|tensor)", " ", found.stdout)
+    _, head, common, titles, first, *_, last = unwrapped.splitlines()
+    assert common.startswith("in all of them ")
+    assert re.match(rf"{len(shown)} simulated in \d+ s of CPU time, {len(shown)} of them fit; 0 skipped", head)
     assert first.split()[-2] == shown[-1][1]
-    assert [line for line in (common, titles, first) if len(line) > 80] == []
     assert last.startswith("wrote the first layout as a config for the trainer: ")
     page = (Path(__file__).parents[3] / "docs" / "quickstart.md").read_text(encoding="utf-8")
     assert re.search(SEARCHED, page, re.MULTILINE)
-    table = re.search(r"^in all of them.*\n(.*)$", page, re.MULTILINE)
-    assert table
-    assert table[1].split()[-5:] == ["checkpoint", "reshard", *titles.split()[-3:]]
+    shown_table = re.search(r"^in all of them.*\n(.*)$", page, re.MULTILINE)
+    assert shown_table
+    assert shown_table[1].split()[-5:] == ["checkpoint", "reshard", *titles.split()[-3:]]

@@ -5,6 +5,7 @@ compiler, data or tokenizer file. Without a tokenizer file, the vocabulary size 
 """
 
 import json
+import shutil
 import signal
 import sys
 import time
@@ -19,6 +20,7 @@ from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig, option_of_plugin, section_of
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_file, require_picture, writing
+from torchtrain.logging import wrapped
 from torchtrain.plugins.planner.options import EstimateConfig
 
 if TYPE_CHECKING:  # imports PyTorch
@@ -66,18 +68,23 @@ def run(config: JobConfig) -> int:
     sys.stdout.flush()
     line = advice(config, result, model_config, gpu) if is_quick and not options.json else ""
     if line:
-        sys.stdout.write(f"\n{line}\n")
+        print_wrapped(f"\n{line}")
     if (options.mtbf_hours or options.node_mtbf_hours) and not options.json:
-        text = format_failures(result.days, result.step_seconds, result.world_size, options)
-        sys.stdout.write(text + "\n")
+        print_wrapped(format_failures(result.days, result.step_seconds, result.world_size, options))
     interval = option_of_plugin(config, "recheck.interval")
     if interval and result.degrees.batch > 1 and not options.json:
         rows = result.global_tokens // config.training.seq_len // result.degrees.batch
-        sys.stdout.write(format_recheck(interval, rows // config.training.local_batch_size) + "\n")
+        print_wrapped(format_recheck(interval, rows // config.training.local_batch_size))
     if options.picture:
         with writing(options.picture, "estimate.picture"):
             draw_memory(result, options.picture)
     return 0
+
+
+def print_wrapped(text: str) -> None:
+    """Print ``text``; lines that are longer than the terminal break between words."""
+    width = shutil.get_terminal_size().columns
+    sys.stdout.write("".join(f"{wrapped(line, width)}\n" for line in text.split("\n")))
 
 
 def run_parts(config: JobConfig) -> int:
@@ -114,7 +121,7 @@ def run_parts(config: JobConfig) -> int:
     sys.stdout.write(format_stages(results) + "\n")
     if options.mtbf_hours or options.node_mtbf_hours:
         _, main = max(results, key=lambda result: result[1].days)
-        sys.stdout.write(format_failures(total_days(results), main.step_seconds, main.world_size, options) + "\n")
+        print_wrapped(format_failures(total_days(results), main.step_seconds, main.world_size, options))
     return 0
 
 
@@ -133,7 +140,7 @@ def run_search(config: JobConfig) -> int:
         )
     path = section_of(config, EstimateConfig).output or str(Path(config.job.dump_folder) / "layout.toml")
     found = search.search(config, lambda: require_file(path, "estimate.output"))
-    sys.stdout.write(found.table + "\n")
+    print_wrapped(found.table)
     with writing(path, "estimate.output"):
         Path(path).write_text(to_toml(found.best), encoding="utf-8")
     sys.stdout.write(f"wrote the first layout as a config for the trainer: {path}\n")

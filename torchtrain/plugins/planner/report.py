@@ -1,13 +1,14 @@
 """Human-readable estimates: a verdict, tables, and a plot of memory."""
 
 import math
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
-from torchtrain.logging import counted
+from torchtrain.logging import aligned, counted, ranks_text
 from torchtrain.plugins.planner.failures import best_interval, expected_seconds, expected_seconds_of_replicas
 from torchtrain.plugins.planner.hardware import GIB
 from torchtrain.plugins.planner.options import EstimateConfig
@@ -33,28 +34,74 @@ COLLECTIVES = {
 }
 
 
+WIDTH = 80  # columns of a terminal
+
+
 def format_estimate(estimate: Estimate) -> str:
     """Format an estimate: the verdict and what it assumes, then tables of memory, FLOPs, collectives and time."""
-    columns = {**{name: name for name in CATEGORIES}, "peak live": "peak_active", "reserved": "peak_reserved"}
-    lines = [verdict(estimate), assumptions(estimate), ""]
-    lines += ["GiB on each GPU; gathered, activations and temporary are those at the peak"]
-    lines.append("".join(f"{title:>{len(title) + 2}}" for title in ("rank", *columns)) + "  peak at")
-    for row in estimate.ranks:
-        cells = [f"{row[f'{key}_gib']:.2f}" for key in columns.values()]
-        widths = [len(title) + 2 for title in ("rank", *columns)]
-        cells = [f"{cell:>{width}}" for cell, width in zip((row["rank"], *cells), widths, strict=True)]
-        lines.append(f"{''.join(cells)}  {row['peak_at']}")
-    flops = estimate.costs.flops_by_phase
-    parts = ", ".join(f"{phase} {count / 1e12:,.4g}" for phase, count in flops.items())
-    lines += ["", f"TFLOP per step on the busiest rank: {sum(flops.values()) / 1e12:,.4g} ({parts})", ""]
-    lines.append(f"{'collectives per step on that rank':<52}{'count':>8}{'GiB':>12}")
-    for entry in estimate.costs.collectives:
-        name = f"{entry['axis']}: {COLLECTIVES.get(entry['op'], entry['op'])}, {entry['phase']}"
-        lines.append(f"{name:<52}{entry['count']:>8.0f}{entry['bytes'] / GIB:>12.3f}")
-    shown = {name: value for name, value in estimate.costs.seconds.items() if value > 5e-4 and name != "step"}
-    lines += ["", f"seconds per step: {estimate.step_seconds:.3f}"]
-    lines += [f"  {name:<32}{value:.3f}" for name, value in shown.items()]
-    return "\n".join(lines)
+    return "\n\n".join(
+        (
+            verdict(estimate),
+            aligned(assumptions(estimate), WIDTH),
+            format_memory(estimate.ranks),
+            *format_costs(estimate),
+        )
+    )
+
+
+# Titles of the columns of the memory of a rank, and their names in ``Estimate.ranks``.
+MEMORY_COLUMNS = {
+    "params": "parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer",
+    "gathered": "gathered",
+    "activations": "activations",
+    "temp.": "temporary",
+    "live": "peak_active",
+    "reserved": "peak_reserved",
+}
+
+
+def format_memory(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """Format the memory of the simulated ranks as a table, and where it peaks."""
+    rows = [["rank", *MEMORY_COLUMNS]]
+    rows += [[str(row["rank"]), *(f"{row[f'{key}_gib']:.2f}" for key in MEMORY_COLUMNS.values())] for row in ranks]
+    peaks: dict[str, list[int]] = {}
+    for row in ranks:
+        peaks.setdefault(row["peak_at"], []).append(row["rank"])
+    where = "; ".join(f"{at} on {ranks_text(numbers)}" for at, numbers in peaks.items())
+    title = "GiB on each GPU; gathered, activations, temporary and live are those at the peak"
+    return "\n".join([title, *_table(rows), *textwrap.wrap(f"peak in {where}", WIDTH)])
+
+
+def format_costs(estimate: Estimate) -> list[str]:
+    """FLOPs, collectives if there are any, and seconds of a step, on the busiest rank."""
+    costs = estimate.costs
+    flops = [f"  {phase:<32}{_digits(count / 1e12, 4)}" for phase, count in costs.flops_by_phase.items()]
+    tables = [[f"TFLOP per step on the busiest rank: {_digits(sum(costs.flops_by_phase.values()) / 1e12, 4)}", *flops]]
+    if costs.collectives:
+        rows = [["collectives per step on that rank", "count", "GiB"]]
+        for entry in costs.collectives:
+            name = f"{entry['axis']}: {COLLECTIVES.get(entry['op'], entry['op'])}, {entry['phase']}"
+            rows.append([name, f"{entry['count']:,.0f}", f"{entry['bytes'] / GIB:,.3f}"])
+        tables.append(_table(rows, left=1))
+    shown = {name: value for name, value in costs.seconds.items() if value > 5e-4 and name != "step"}
+    seconds = [f"  {name:<32}{value:.3f}" for name, value in shown.items()]
+    tables.append([f"seconds per step: {estimate.step_seconds:.3f}", *seconds])
+    return ["\n".join(lines) for lines in tables]
+
+
+def _table(rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+    """Lines of a table whose columns are as wide as their cells, the first ``left`` of them aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            f"{cell:<{width}}" if number < left else f"{cell:>{width}}"
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(("" if left else "  ") + "  ".join(cells).rstrip())
+    return lines
 
 
 def verdict(estimate: Estimate) -> str:
@@ -62,12 +109,14 @@ def verdict(estimate: Estimate) -> str:
     fits = "fits" if estimate.fits else "DOES NOT FIT"
     interval = estimate.gpu.interval
     low, high = (estimate.tokens_per_second_per_gpu * (1 + sign * interval) for sign in (-1, 1))
-    values = (estimate.days, estimate.gpu_hours, estimate.dollars)
-    days, hours, dollars = (_with_limits(value, interval) for value in values)
+    factor, unit = next((of for of in UNITS if estimate.days * of[0] >= 1), UNITS[-1])
+    duration, hours, dollars = (
+        _with_limits(value, interval) for value in (estimate.days * factor, estimate.gpu_hours, estimate.dollars)
+    )
     price = f", {dollars} dollars" if estimate.dollars else ""
     return (
         f"{fits}: {estimate.peak_reserved_gib:.1f} of {estimate.gpu.memory_gib:.1f} GiB; {low:,.0f} to {high:,.0f} "
-        f"tokens/s a GPU; MFU {estimate.mfu:.1%}\n{days} days, {hours} GPU-hours{price}{reservations(estimate)}"
+        f"tokens/s a GPU; MFU {estimate.mfu:.1%}\n{duration} {unit}, {hours} GPU-hours{price}{reservations(estimate)}"
     )
 
 
@@ -85,14 +134,17 @@ def reservations(estimate: Estimate) -> str:
 def _with_limits(value: float, interval: float) -> str:
     """The range of a ``value`` that is proportional to the time of a step, whose speed has the relative error
     ``interval``."""
-    return " to ".join(_three_digits(value / (1 + sign * interval)) for sign in (1, -1))
+    low, high = (value / (1 + sign * interval) for sign in (1, -1))
+    return f"{_digits(low)} to {_digits(high)}" if high >= SMALLEST else f"under {SMALLEST}"
 
 
-def _three_digits(value: float) -> str:
-    """``value`` with three significant digits, and with commas."""
-    return f"{float(f'{value:.3g}'):,.10g}"
+def _digits(value: float, count: int = 3) -> str:
+    """``value`` with ``count`` significant digits, and with commas."""
+    return f"{float(f'{value:.{count}g}'):,.10g}"
 
 
+UNITS = ((1, "days"), (24, "hours"), (1440, "minutes"), (86400, "seconds"))  # of a duration, and how many are a day
+SMALLEST = 0.01  # number of days, GPU-hours or dollars that is printed
 # The highest of the published runs in bfloat16 that are known to us, by compute capability (docs/estimate.md).
 HIGHEST_PUBLISHED_MFU = {8: 0.68, 9: 0.625}
 ATTENTION = {
@@ -103,21 +155,27 @@ ATTENTION = {
 }
 
 
-def assumptions(estimate: Estimate) -> str:
-    """The model, the GPUs and the attention kernel, the layout and the length of the run."""
+def assumptions(estimate: Estimate) -> list[tuple[str, str]]:
+    """Labels and texts of the model, the GPUs, the attention kernel, the layout and the length of the run."""
     gpu, tokens = estimate.gpu, estimate.steps * estimate.global_tokens
     network = gpu.network_bandwidth * estimate.gpus_per_node * 8e-9
     degrees = {name: degree for name, degree in asdict(estimate.degrees).items() if degree > 1}
-    layout = ", ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"
-    return (
-        f"{format_tokens(estimate.parameters)} parameters, with a vocabulary of {estimate.vocab_size:,}; "
-        f"on {counted(estimate.world_size, 'GPU')} of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16, "
-        f"{gpu.link_bandwidth * 8e-9:,.0f} Gb/s between two of a machine\n"
-        f"machines of {counted(estimate.gpus_per_node, 'GPU')} with {network:,.0f} Gb/s each; attention by "
-        f"{ATTENTION[estimate.attention]}\n"
-        f"{layout}; {format_tokens(estimate.global_tokens)} tokens in each of {counted(estimate.steps, 'step')}, "
-        f"{format_tokens(tokens)} in all"
+    gpus = f"{estimate.world_size:,} of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16"
+    machines = (
+        f"{counted(estimate.gpus_per_node, 'GPU')} each, {gpu.link_bandwidth * 8e-9:,.0f} Gb/s between two of them"
     )
+    return [
+        ("model", f"{format_tokens(estimate.parameters)} parameters, with a vocabulary of {estimate.vocab_size:,}"),
+        ("GPUs", gpus),
+        ("machines", f"{machines}; {network:,.0f} Gb/s to others"),
+        ("attention", ATTENTION[estimate.attention]),
+        ("layout", ", ".join(f"{name} {degree}" for name, degree in degrees.items()) or "one rank"),
+        (
+            "length",
+            f"{counted(estimate.steps, 'step')} of {format_tokens(estimate.global_tokens)} tokens, "
+            f"{format_tokens(tokens)} in all",
+        ),
+    ]
 
 
 def format_failures(days: float, step_seconds: float, world_size: int, options: EstimateConfig) -> str:
@@ -160,31 +218,39 @@ def format_recheck(interval: int, microbatches: int) -> str:
 
 def format_stages(stages: Sequence[tuple[JobConfig, Estimate]]) -> str:
     """Format the estimates of the stages of a run as a table, one row per stage, and their sum."""
-    titles = ["GiB", "", "s/step", "tokens/s", "MFU", "steps", "tokens", "days", "GPU-hours"]
-    dollars = sum(own.dollars for _, own in stages)
-    if dollars:
-        titles.append("dollars")
-    width = max(len("whole run"), *(len(config.job.stage) for config, _ in stages))
-    lines = [f"{'stage':<{width}}" + "".join(f"{title:>13}" for title in titles)]
+    rows: list[dict[str, str]] = []
     for config, estimate in stages:
-        cells = (
-            f"{estimate.peak_reserved_gib:.1f}",
-            "fits" if estimate.fits else "DOES NOT FIT",
-            f"{estimate.step_seconds:.3f}",
-            f"{estimate.tokens_per_second_per_gpu:,.0f}",
-            f"{estimate.mfu:.1%}",
-            f"{estimate.steps:,}",
-            format_tokens(estimate.steps * estimate.global_tokens),
-            f"{estimate.days:.2f}",
-            f"{estimate.gpu_hours:,.0f}",
-            *([f"{estimate.dollars:,.0f}"] if dollars else []),
+        rows.append(
+            {
+                "stage": config.job.stage,
+                "GiB": f"{estimate.peak_reserved_gib:.1f}",
+                "fits": "yes" if estimate.fits else "NO",
+                "s/step": f"{estimate.step_seconds:.3f}",
+                "tokens/s": f"{estimate.tokens_per_second_per_gpu:,.0f}",
+                "MFU": f"{estimate.mfu:.1%}",
+                "steps": f"{estimate.steps:,}",
+                "tokens": format_tokens(estimate.steps * estimate.global_tokens),
+                "days": f"{estimate.days:.2f}",
+                "GPU-hours": f"{estimate.gpu_hours:,.0f}",
+                "dollars": f"{estimate.dollars:,.0f}",
+            }
         )
-        lines.append(f"{config.job.stage:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
-    days, hours = total_days(stages), sum(own.gpu_hours for _, own in stages)
-    tokens = sum(own.steps * own.global_tokens for _, own in stages)
-    price = [f"{dollars:,.0f}"] if dollars else []
-    whole = ("", "", "", "", "", f"{sum(own.steps for _, own in stages):,}", format_tokens(tokens), f"{days:.2f}")
-    lines.append(f"{'whole run':<{width}}" + "".join(f"{cell:>13}" for cell in (*whole, f"{hours:,.0f}", *price)))
+    dollars = sum(own.dollars for _, own in stages)
+    whole = dict.fromkeys(rows[0], "") | {
+        "stage": "whole run",
+        "steps": f"{sum(own.steps for _, own in stages):,}",
+        "tokens": format_tokens(sum(own.steps * own.global_tokens for _, own in stages)),
+        "days": f"{total_days(stages):.2f}",
+        "GPU-hours": f"{sum(own.gpu_hours for _, own in stages):,.0f}",
+        "dollars": f"{dollars:,.0f}",
+    }
+    titles = [title for title in rows[0] if title != "dollars" or dollars]
+    lines: list[str] = []
+    for left_out in ("", "s/step", "tokens"):  # until the table fits: other columns say the same
+        titles = [title for title in titles if title != left_out]
+        lines = _table([titles, *([row[title] for title in titles] for row in (*rows, whole))], left=1)
+        if max(map(len, lines)) <= WIDTH:
+            break
     low, high = (100 / (1 + sign * stages[0][1].gpu.interval) - 100 for sign in (1, -1))
     lines.append(f"tokens/s are per GPU; days may differ by {low:.0f}% to +{high:.0f}%")
     _, longest = max(stages, key=lambda stage: stage[1].days)
@@ -216,11 +282,24 @@ def format_ranking(best: Sequence[tuple[JobConfig, Estimate]]) -> str:
     same = {name: value for name, value in rows[0].items() if all(row[name] == value for row in rows)}
     same = {name: value for name, value in same.items() if name not in results and len(rows) > 1}
     titles = [name for name in rows[0] if name not in same]
-    cells = [titles, *([str(row[name]) for name in titles] for row in rows)]
-    widths = [2 + max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
+    lines = _table([titles, *([str(row[name]) for name in titles] for row in rows)])
+    if max(map(len, lines)) > WIDTH:
+        lines = _ranking_in_words(rows, [name for name in titles if name not in results], results)
     common = ", ".join(f"{name} {value}" for name, value in same.items() if value != "")
-    return "\n".join([*([f"in all of them {common}"] if common else []), *lines])
+    head = textwrap.wrap(f"in all of them {common}", WIDTH, subsequent_indent="  ") if common else []
+    return "\n".join([*head, *lines])
+
+
+def _ranking_in_words(rows: Sequence[Mapping[str, object]], names: Sequence[str], results: Sequence[str]) -> list[str]:
+    """A narrow table: the ``results`` of each layout, then the options ``names``, of degrees those that are not 1."""
+    lines = _table([[*results, "layout"], *([*(str(row[name]) for name in results), ""] for row in rows)])
+    indent = " " * lines[0].index("layout")
+    wrapped = [lines[0]]
+    for line, row in zip(lines[1:], rows, strict=True):
+        words = [f"{name} {row[name]}" for name in names if row[name] not in (1, "") or name == "batch"]
+        begin = f"{line:<{len(indent)}}"
+        wrapped += textwrap.wrap(", ".join(words), WIDTH, initial_indent=begin, subsequent_indent=indent)
+    return wrapped
 
 
 def format_layout(config: JobConfig, estimate: Estimate) -> str:

@@ -112,7 +112,7 @@ def search(config: JobConfig, before_work: Callable[[], None]) -> SearchResult:
             "training.enable_cpu_offload = true"
         )
     head = (
-        f"{count} layouts, of which {len(layouts)} may fit; {len(simulated)} simulated in "
+        f"{count} layouts, of which {len(layouts)} may fit\n{len(simulated)} simulated in "
         f"{cpu_seconds:.0f} s of CPU time, {len(fitting)} of them fit; {skipped} skipped {why}"
     )
     fastest_config = best[0][0]
