@@ -467,9 +467,6 @@ class Trainer:
             )
             if checkpoint.enable and not stopped:  # a run that is stopped has little time left
                 self.output_copies.store()
-        if not checkpoint.enable:
-            saved = "only the exported weights are" if exporters(self.config) and not stopped else "nothing is"
-            logger.warning("checkpoint.enable = false: %s saved of this run", saved)
 
     def prepare_dump_folder(self) -> None:
         """Rename files of another run, restore the metrics in the checkpoint, and write the resolved config."""

@@ -233,7 +233,7 @@ def _checkpoint_size(config: JobConfig, parameters: int) -> int:
 def _checkpoints(config: JobConfig, parameters: int) -> str:
     options = config.checkpoint
     if not options.enable:
-        return "off (checkpoint.enable): the run cannot be resumed"
+        return "off (checkpoint.enable = false): the run cannot be resumed"
     minutes = (
         f" and {options.interval_minutes:g} minute{'s' * (options.interval_minutes != 1)}"
         if options.interval_minutes
@@ -269,10 +269,9 @@ def most_checkpoints(config: JobConfig, start_step: int) -> int:
 
 
 def warn_about_checkpoints(config: JobConfig, model: DecoderConfig, start_step: int) -> None:
-    """Warn if no checkpoints are saved, or if the disk has too little room for them."""
+    """Warn if the disk has too little room for the checkpoints."""
     options = config.checkpoint
     if not options.enable:
-        logger.warning("checkpoint.enable = false: this run saves no checkpoints, and cannot be resumed")
         return
     location = options.location(config.job.dump_folder)
     if is_url(location):
