@@ -236,12 +236,21 @@ def test_losses_of_documents_are_those_of_plain_pytorch(run: tuple[Path, str], t
     assert sum(of["size"] for of in found["documents"]) == pytest.approx(1)
 
 
+def log_each_step() -> None:
+    from torchtrain.plugins.explain import explanation
+
+    explanation.SECONDS_PER_LINE = 0.0
+
+
 def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run[0], folder)
     expected = explain(run[0], "--step=5")
     shutil.rmtree(folder / "checkpoint/step-4")
-    found = explain(folder, "--step=5")
+    result = run_command("torchtrain.explain", str(folder), "--step=5", "--json", hook=log_each_step)
+    found = json.loads(result.stdout)
+    assert "before step 5: 2 steps after the checkpoint of step 2 will be trained again\n" in result.stderr
+    assert re.findall(r"\d of 2 steps trained again", result.stderr) == ["1 of 2 steps trained again"]
     assert found["weights"] == {"checkpoint_step": 2, "replayed": 2, "exact": True}
     assert found["documents"] == expected["documents"]
     first = explain(folder, "--step=1", "--rows", "0", "1", "2", "3")

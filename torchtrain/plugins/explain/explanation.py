@@ -2,6 +2,7 @@
 
 import math
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,12 +23,14 @@ from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import CheckpointError, DataError
 from torchtrain.labels import IGNORE_INDEX
-from torchtrain.logging import logger
+from torchtrain.logging import counted, logger
 from torchtrain.models.loss.output_loss import MIN_CHUNK_TOKENS
 from torchtrain.parallelisms.microbatches import Microbatch, Microbatches
 from torchtrain.plugins.explain.run import RunStep, loader_before, on_one_rank
 from torchtrain.plugins.explain.signals import PieceTokens, Signal, combine, find_signals
 from torchtrain.trainer import Trainer
+
+SECONDS_PER_LINE = 10.0  # of the progress of steps that are trained again
 
 # With fewer pieces of a source in the rows that are explained, those of other rows are compared with, too.
 COMPARED_PIECES, COMPARED_ROWS = 128, 64
@@ -101,12 +104,16 @@ class Weights:
     """Whether they are those of the run to the last bit: without a replay, or if the run has the same layout or exact
     sums. A replay on another kind of device differs by rounding all the same."""
 
+    @property
+    def start(self) -> str:
+        """Where they come from, for messages."""
+        return f"checkpoint of step {self.checkpoint_step}" if self.checkpoint_step else "initial weights"
+
     def __str__(self) -> str:
-        start = f"checkpoint of step {self.checkpoint_step}" if self.checkpoint_step else "initial weights"
         if not self.replayed:
-            return f"{start}, exact"
+            return f"{self.start}, exact"
         how = "as in the run" if self.exact else "on another layout than the run's, so that rounding may differ"
-        return f"{start}, and {self.replayed} step(s) trained again, {how}"
+        return f"{self.start}, and {counted(self.replayed, 'step')} trained again, {how}"
 
 
 @dataclass(frozen=True)
@@ -302,10 +309,19 @@ def trainer_before(run: RunStep) -> Iterator[tuple[Trainer, Weights]]:
                 CheckpointManager(
                     config.checkpoint, run.storage, trainer.states(), "", trainer.checkpointer.start
                 ).load(start)
+            weights = Weights(start, replayed, exact)
+            if replayed:
+                logger.info(
+                    f"no checkpoint has the weights before step {run.step:,}: {counted(replayed, 'step')} after the "
+                    f"{weights.start} will be trained again"
+                )
+            logged = time.monotonic()
             for step in range(start + 1, run.step):
-                logger.info("training step %d again, up to %d", step, run.step - 1)
                 trainer.train_step(step, next(trainer.dataloader))
-            yield trainer, Weights(start, replayed, exact)
+                if time.monotonic() - logged >= SECONDS_PER_LINE and step < run.step - 1:
+                    logger.info(f"{step - start:,} of {counted(replayed, 'step')} trained again")
+                    logged = time.monotonic()
+            yield trainer, weights
         finally:
             trainer.dataloader.close()
             destroy_process_group()
