@@ -285,7 +285,9 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
 
 
 def test_validation_requires_its_own_data_with_different_names() -> None:
-    with pytest.raises(ConfigError, match=r"validation.enable needs data of its own"):
+    with pytest.raises(
+        ConfigError, match=r"validation.enable = true needs data to validate on: .* set data.held_out alone"
+    ):
         JobConfig(validation=ValidationConfig(enable=True))
     with pytest.raises(ConfigError, match=r"must differ in label, by default the name.*; they are a, a"):
         ValidationConfig(enable=True, sources=(SourceConfig(path="x/a.jsonl"), SourceConfig(path="y/a.txt")))

@@ -636,7 +636,8 @@ class ValidationConfig(SourcesConfig, name="validation"):
     """Loss on held-out data during training."""
 
     enable: bool = False
-    """Compute the loss on the data that are named here. With several sources, for each of them and for all together."""
+    """Compute the loss on the data that are named here. With several sources, for each of them and for all together.
+    The part of the training data that data.held_out holds out is validated on also where this is false."""
     interval: Count = 500
     """Number of steps between validations. There is always one after the last step."""
     interval_tokens: TokenCount = ""
@@ -904,8 +905,8 @@ class JobConfig:
         validation = self.validation
         require(
             not validation.enable or bool(validation.sources) or validation.is_set,
-            "validation.enable needs data of its own: set validation.path, validation.name or [[validation.sources]]; "
-            "data.held_out is validated on without it",
+            "validation.enable = true needs data to validate on: set validation.path, validation.name or "
+            "[[validation.sources]]. To validate on a part of the training data, set data.held_out alone",
         )
         require(
             self.validates or not self.checkpoint.keep_best_k,
