@@ -26,11 +26,17 @@ class _Formatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        text = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in super().format(record))
+        text = _escaped(super().format(record))
         if (width := terminal_width()) is not None:
             text = "\n".join(wrapped(line, width) for line in text.split("\n"))
+        commands: Sequence[str] = getattr(record, "commands", ())
+        text += "".join(f"\n    {_escaped(command)}" for command in commands)
         colored: str | None = getattr(record, "colored", None)
         return text if colored is None else text.replace(record.message, colored)
+
+
+def _escaped(text: str) -> str:
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def wrapped(line: str, width: int) -> str:
@@ -73,6 +79,14 @@ def log_in_color(words: Sequence[tuple[str, str]]) -> None:
     plain = "  ".join(text for _, text in words)
     colored = "  ".join(text if color == "0" else f"\033[{color}m{text}\033[0m" for color, text in words)
     logger.info("%s", plain, extra={"colored": colored} if terminal_has_colors() else {})
+
+
+def log_with_commands(message: str, head: str, commands: Sequence[str]) -> None:
+    """Log ``message``, then the line ``head`` and ``commands``, if there are any.
+
+    Each command is on a line of its own that is never wrapped, so that it can be copied.
+    """
+    logger.info("%s", f"{message}\n{head}" if commands else message, extra={"commands": commands})
 
 
 class BestEffort(AbstractContextManager["BestEffort"]):

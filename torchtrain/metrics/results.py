@@ -3,14 +3,14 @@
 import re
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torchtrain.config.registry import MODELS, VALIDATION_PARTS, WEIGHT_FORMATS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.files import is_url
-from torchtrain.logging import BestEffort, aligned, counted, logger, terminal_width
+from torchtrain.logging import BestEffort, aligned, counted, log_with_commands, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
 from torchtrain.metrics.recorder import duration
 from torchtrain.metrics.run_description import RunDescription
@@ -36,8 +36,13 @@ def log_results(
     with BestEffort("the summary of the run"):
         results = run_results(config, description, step, is_complete=is_complete)
         more = hooks.results(results) if is_complete else ()
-        rows = [*results.rows, *more, *(("next", command) for command in results.next_commands)]
-        logger.info("results of %s:\n%s", results.run.name, aligned(rows, terminal_width()))
+        rows = [*results.rows, *more]
+        commands: Sequence[str] = ()
+        if is_complete:
+            commands = results.next_commands
+        else:  # a sentence
+            rows += [("next", text) for text in results.next_commands]
+        log_with_commands(f"results of {results.run.name}:\n{aligned(rows, terminal_width())}", "  next", commands)
 
 
 def run_results(
