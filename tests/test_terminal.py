@@ -193,22 +193,40 @@ for name in {names!r}:
 """
 
 
+def test_help_of_each_command_fits_80_columns() -> None:
+    """Without colors and markup."""
+    names = ["train", *COMMANDS]
+    terminal = Terminal(80)
+    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "CI")}
+    environment["TERM"] = "xterm-256color"
+    script = [sys.executable, "-c", HELP.format(names=names)]
+    subprocess.run(script, env=environment, stdout=terminal.slave, stderr=terminal.slave, check=True)
+    screen = terminal.close_raw().replace("\r\n", "\n")
+    for name in names:
+        assert f"{name} has ended" in screen
+        assert re.search(rf"^usage: python -m torchtrain\.{name} ", screen, re.MULTILINE)
+    assert [line for line in screen.splitlines() if len(line) > 80] == []
+    assert [text for text in ("\x1b", "``", "STR", "None|") if text in screen] == []
+    assert "  --max_new_tokens INTEGER\n      Maximum number of new tokens per prompt." in screen
+    assert '  --dtype bfloat16|float16|float32  (default: "bfloat16")\n' in screen
+    assert "  --top_k INTEGER  (default: 0)\n" in screen
+    assert "\n    python -m torchtrain.explain RUN --step N\n" in screen
+
+
 @pytest.mark.parametrize(
     ("variables", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_help_of_each_command_is_colored_only_where_the_terminal_shows_it(
+def test_errors_of_a_command_are_colored_only_where_the_terminal_shows_it(
     variables: dict[str, str], is_colored: bool
 ) -> None:
     """In a process of its own, because tyro reads its options when it is imported."""
-    names = ["train", *COMMANDS]
     terminal = Terminal(80, **variables)
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "CI")}
     environment |= {"TERM": "xterm-256color", **variables}
-    script = [sys.executable, "-c", HELP.format(names=names)]
-    subprocess.run(script, env=environment, stdout=terminal.slave, stderr=terminal.slave, check=True)
+    script = [sys.executable, "-m", "torchtrain.generate", "--no_such_option"]
+    subprocess.run(script, env=environment, stdout=terminal.slave, stderr=terminal.slave, check=False)
     screen = terminal.close_raw()
-    for name in names:
-        assert f"{name} has ended" in screen
+    assert "checkpoint" in screen
     assert ("\x1b" in screen) is is_colored
 
 

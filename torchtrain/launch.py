@@ -42,14 +42,16 @@ def main(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-    from torch.distributed.run import determine_local_world_size, parse_args, parse_min_max_nnodes, run
+    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes, run
 
     # The ranks inherit this until they install their handler. A SIGUSR1 that arrives before is lost, but not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hide = HideExplained()
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(hide)
-    arguments = parse_args(argv)  # type: ignore[no-untyped-call]
+    parser = get_args_parser()
+    parser.prog, parser.description = "python -m torchtrain.launch", (__doc__ or "").replace("``", "")
+    arguments = parser.parse_args(argv)
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it nevertheless
         signals = [name.strip() for name in arguments.signals_to_handle.split(",")]
         arguments.signals_to_handle = ",".join(name for name in signals if name != "SIGHUP")

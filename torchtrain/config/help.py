@@ -149,19 +149,32 @@ def options_about(word: str, config: JobConfig, width: int) -> list[str]:
     """Lines about the options of all sections that have ``word``, or one that begins with it: in their name, with their
     description, then those that have it in the description alone, with its first sentence."""
     pattern = re.compile(rf"(?<![a-z0-9]){re.escape(word)}", re.IGNORECASE)
+    in_text = re.compile(rf"(?<![a-z0-9.]){re.escape(word)}", re.IGNORECASE)  # not in the name of another option
     by_name: list[str] = []
     by_text: list[str] = []
     for name, kind in section_types().items():
         own_options = section_of(config, kind) if name in CONFIG_SECTIONS else getattr(config, name)
         for entry in entries(name, kind, own_options):
             is_named = pattern.search(entry.name)
-            if not is_named and not pattern.search(entry.text):
+            if not is_named and not in_text.search(entry.text):
                 continue
             text = entry.text if is_named else f"{entry.text.partition('. ')[0].rstrip('.')}."
             lines = textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
             (by_name if is_named else by_text).extend([f"  {entry.heading}", *lines])
     head = [f"options whose name has {word!r}:", *by_name] if by_name else []
     return head + ([f"options whose description has {word!r}:", *by_text] if by_text else [])
+
+
+def wrapped_description(description: str, width: int) -> list[str]:
+    """Lines of a docstring without its markup; commands are on lines of their own, which are not wrapped."""
+    text = re.sub(r": ``(python -m [^`]*)``\.", r".\n\n    \1", description.strip()).replace("``", "")
+    lines: list[str] = []
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith(" "):
+            lines += [paragraph, ""]
+        else:
+            lines += [*textwrap.wrap(paragraph, width, break_on_hyphens=False), ""]
+    return lines
 
 
 def overview(prog: str, description: str, width: int) -> str:
@@ -172,8 +185,7 @@ def overview(prog: str, description: str, width: int) -> str:
     own = prog.rpartition(".")[2]
     sections = section_types()
     lines = [f"usage: python -m {prog} [--SECTION.OPTION VALUE ...]", ""]
-    for paragraph in description.replace("``", "").split("\n\n"):
-        lines += [*textwrap.wrap(paragraph, width, break_on_hyphens=False), ""]
+    lines += wrapped_description(description, width)
     of_plugins = [name for name in CONFIG_SECTIONS if name != own]
     described = [name for name in sorted(sections, key=lambda name: name != own) if name not in of_plugins]
     lines.append("sections:")

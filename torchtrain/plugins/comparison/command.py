@@ -14,6 +14,7 @@ from typing import Annotated
 import tyro
 
 from torchtrain.cli import command
+from torchtrain.config.command_options import parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.environment import require_one_process
@@ -50,9 +51,7 @@ class CompareOptions:
 @command
 def main(argv: Sequence[str]) -> int:
     """Compare, and return the exit code of the process."""
-    options = tyro.cli(
-        CompareOptions, prog="python -m torchtrain.compare", description=__doc__, args=argv, use_underscores=True
-    )
+    options = parse_command(CompareOptions, "compare", __doc__, argv)
     require_one_process("compare")
     import_modules(options.import_, "--import")
     # Not above: --help needs no torch.

@@ -8,6 +8,7 @@ torchtrain.generate. With torchrun, the model is sharded over the ranks.
 
 import argparse
 import logging
+import shutil
 import sys
 import traceback
 from collections.abc import Collection, Sequence
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from torchtrain.cli import command
+from torchtrain.config.help import wrapped_description
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import require_local
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -63,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
     import_modules(imported.modules, "--import")
     sys.argv[1:] = argv  # the harness reads its options from sys.argv
     if {"-h", "--help"} & set(argv):  # the harness's own help follows
-        sys.stdout.write(f"{(__doc__ or '').replace('``', '')}\n")
+        sys.stdout.write("\n".join(wrapped_description(__doc__ or "", shutil.get_terminal_size().columns)) + "\n")
     given, others = parser.parse_known_args(argv)
     is_run = bool(argv) and argv[0] not in ("ls", "validate") and not {"-h", "--help"} & set(others)
     if is_run and not given.model and not given.config:

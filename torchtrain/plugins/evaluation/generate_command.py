@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 import tyro
 
 from torchtrain.cli import command, is_first_rank, reports_errors
+from torchtrain.config.command_options import parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
@@ -77,14 +78,7 @@ class GenerateOptions:
 def main(argv: Sequence[str]) -> int:
     """Generate text, which rank 0 writes, and return the exit code of the process."""
     is_first = is_first_rank()
-    options = tyro.cli(
-        GenerateOptions,
-        prog="python -m torchtrain.generate",
-        description=__doc__,
-        args=argv,
-        use_underscores=True,
-        console_outputs=reports_errors(),
-    )
+    options = parse_command(GenerateOptions, "generate", __doc__, argv, console_outputs=reports_errors())
     import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.
     from torchtrain.distributed.process_group import destroy_process_group

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from torchtrain.cli import command, is_first_rank, reports_errors
+from torchtrain.config.command_options import parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, check_values, require, require_local
 from torchtrain.errors import ConfigError
@@ -64,14 +65,7 @@ class PerplexityOptions:
 @command
 def main(argv: Sequence[str]) -> int:
     """Compute the loss, which rank 0 prints, and return the exit code of the process."""
-    options = tyro.cli(
-        PerplexityOptions,
-        prog="python -m torchtrain.perplexity",
-        description=__doc__,
-        args=argv,
-        use_underscores=True,
-        console_outputs=reports_errors(),
-    )
+    options = parse_command(PerplexityOptions, "perplexity", __doc__, argv, console_outputs=reports_errors())
     import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.
     from torchtrain.distributed.process_group import destroy_process_group

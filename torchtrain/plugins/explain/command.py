@@ -14,6 +14,7 @@ from typing import Annotated
 import tyro
 
 from torchtrain.cli import command
+from torchtrain.config.command_options import parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, LocalPath, check_values
 from torchtrain.environment import require_one_process
@@ -65,9 +66,7 @@ class ExplainOptions:
 @command
 def main(argv: Sequence[str]) -> int:
     """List the documents, and return the exit code of the process."""
-    options = tyro.cli(
-        ExplainOptions, prog="python -m torchtrain.explain", description=__doc__, args=argv, use_underscores=True
-    )
+    options = parse_command(ExplainOptions, "explain", __doc__, argv)
     require_one_process("explain")
     import_modules(options.import_, "--import")
     # Not above: --help needs no torch.

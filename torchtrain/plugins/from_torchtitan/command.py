@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from torchtrain.cli import command
+from torchtrain.config.command_options import parse_command
 from torchtrain.config.parse import from_text, read_text
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.errors import ConfigError
@@ -38,7 +39,7 @@ class ConvertConfigOptions:
 @command
 def main(argv: Sequence[str]) -> int:
     """Convert the config, and return the exit code of the process: 2 if an option must be changed by hand."""
-    options = tyro.cli(ConvertConfigOptions, prog="python -m torchtrain.convert_config", description=__doc__, args=argv)
+    options = parse_command(ConvertConfigOptions, "convert_config", __doc__, argv)
     from torchtrain.models.model_config import build_model_config  # not above: --help needs no PyTorch
     from torchtrain.plugins.from_torchtitan.conversion import convert_config
 

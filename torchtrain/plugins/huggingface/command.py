@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import tyro
 
 from torchtrain.cli import command
+from torchtrain.config.command_options import parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, check_values
 
@@ -41,9 +42,7 @@ class ConvertOptions:
 @command
 def main(argv: Sequence[str]) -> int:
     """Convert the weights, and return the exit code of the process."""
-    options = tyro.cli(
-        ConvertOptions, prog="python -m torchtrain.convert", description=__doc__, args=argv, use_underscores=True
-    )
+    options = parse_command(ConvertOptions, "convert", __doc__, argv)
     import_modules(options.import_, "--import")
     # Imported here, so that --help does not import torch.
     from torchtrain.plugins.huggingface.conversion import convert
