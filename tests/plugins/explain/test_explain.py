@@ -304,6 +304,8 @@ def test_a_planted_document_comes_first(run: tuple[Path, str], tmp_path: Path) -
     assert "<script" not in text
     assert "&lt;" in text
     assert text.count("<p>") == 2
+    assert f"<h2>1. score {top[0]['score']:.1f}, " in text
+    assert f", {top[0]['gradient_share']:.1%} of the gradient: row " in text
     assert 'src="' not in text
     assert f"<title>run, step {BAD_STEP}</title>" in text
     assert f"<h1>run, step {BAD_STEP}</h1>" in text

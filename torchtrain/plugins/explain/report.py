@@ -8,6 +8,7 @@ from html import escape
 from typing import Any
 
 from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.logging import counted
 from torchtrain.plugins.explain.explanation import Document, Explanation, RowGradient, by_score
 
 COLUMNS = 80
@@ -22,6 +23,7 @@ DARKEST_LOSS = 12.0  # nats
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; }
 p { font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; }
+h2 { font-size: 18px; }
 span.special { color: #888; }
 """
 
@@ -166,7 +168,7 @@ def as_exclusions(explanation: Explanation, top: int | None) -> str:
 def headline(explanation: Explanation) -> list[str]:
     """What is listed, and under which weights."""
     run, documents, weights = explanation.run, explanation.documents, explanation.weights
-    counts = f"step {run.step}: {len(documents)} pieces of documents in {len(run.rows)} row(s)"
+    counts = f"step {run.step}: {len(documents)} pieces of documents in {counted(len(run.rows), 'row')}"
     return [counts] if weights is None else [f"{counts}, mean loss {mean_loss(documents):.4f}", f"weights: {weights}"]
 
 
@@ -193,7 +195,8 @@ def as_page(explanation: Explanation, top: int) -> str:
         f"The darker a token, the higher its loss, up to {DARKEST_LOSS:.0f} nats.</div>",
     ]
     for number, document in enumerate(explanation.listed(top), 1):
-        head = f"{number}. score {document.score:.1f}, loss {document.loss:.4f}: {where(document)}"
+        share = "" if math.isnan(document.gradient_share) else f", {document.gradient_share:.1%} of the gradient"
+        head = f"{number}. score {document.score:.1f}, loss {document.loss:.4f}{share}: {where(document)}"
         why = "; ".join(reasons(document))
         parts.append(f"<h2>{escape(head)}</h2>\n<div>{escape(why)}</div>\n<div>{escape(place(document))}</div>")
         parts.append(f"<p>{_colored(document, explanation.tokenizer)}</p>")
