@@ -1,5 +1,6 @@
 """Checkpoints of one process: loading restores what was saved, and never what is damaged."""
 
+import itertools
 import json
 import os
 import pickle
@@ -35,7 +36,7 @@ from torchtrain.checkpoint.format import (
 )
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalNewCheckpoint, LocalStorage, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.resume import find_resume_point
+from torchtrain.checkpoint.resume import History, find_resume_point
 from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import MANIFEST, CheckpointStorage
@@ -424,6 +425,31 @@ def test_start_without_the_lease_selects_again_what_it_resumes_from(tmp_path: Pa
     assert (manager.start.step, manager.lease) == (6, storage.read_lease())
     assert (manager.resume(), manager.loaded) == (6, str(storage.open(6)))
     assert_bitwise_equal(late.tensors(), writer.tensors())
+
+
+@pytest.mark.parametrize("saves", [(1, 4, 7, 10, 13), (2, 3)], ids=["five times", "after the choice"])
+def test_start_without_the_lease_reads_checkpoints_that_another_one_replaces(
+    saves: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before some looks at all checkpoints, or at one, the next one is saved, and the last one deleted."""
+    writer = Run(tmp_path, keep_latest_k=1).train(1, 2)
+    manager, looks = writer.manager, itertools.count()
+
+    def saving(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if next(looks) in saves:
+                (last,) = saved_steps(tmp_path / "checkpoint")
+                writer.train(last + 1, last + 2)
+            return function(*arguments)
+
+        return call
+
+    storage = LocalStorage(str(tmp_path / "checkpoint"))
+    monkeypatch.setattr(storage, "versions", saving(storage.versions))
+    monkeypatch.setattr(History, "check_intact", saving(History.check_intact))
+    start = find_resume_point(manager.config, storage, "[optimizer]\nlr = 0.1\n", takes_lease=False)
+    assert start.step == 2 * (1 if saves[0] == 2 else 1 + len(saves))
+    manager.close()
 
 
 def test_start_without_the_lease_renames_no_damaged_checkpoint(tmp_path: Path) -> None:

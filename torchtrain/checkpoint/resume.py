@@ -46,6 +46,7 @@ from torchtrain.logging import logger
 from torchtrain.optimizers.lr_schedule import LRSchedule
 
 LARGE_RATE_CHANGE = 1.5  # a factor that is logged
+MAX_ATTEMPTS = 10  # to read checkpoints that another start replaces meanwhile
 # The other ranks detect a dead rank at once, by its closed connections. The timeout only has to tolerate slow disks.
 GROUP_TIMEOUT = timedelta(hours=1)
 
@@ -272,12 +273,12 @@ def find_resume_point(
 
         Retries if the checkpoints change meanwhile: another start that still saves here may delete the ones being read.
         """
-        for attempt in range(3):
+        for attempt in range(MAX_ATTEMPTS):
             there = broadcast_from_rank0(storage.versions, group)
             try:
                 return there, *choose()
             except CheckpointError:
-                if attempt == 2 or there == broadcast_from_rank0(storage.versions, group):
+                if attempt == MAX_ATTEMPTS - 1 or there == broadcast_from_rank0(storage.versions, group):
                     raise
         raise AssertionError
 
@@ -292,15 +293,16 @@ def find_resume_point(
         return WriterLease(run=run or storage.read_lease().run or uuid.uuid4().hex)
 
     lease = held.lease = broadcast_from_rank0(acquire, group)
-    there = broadcast_from_rank0(storage.versions, group)
-    if there != before:
+    # Without the lease, others may still save, and delete checkpoints while they are read once more.
+    there = broadcast_from_rank0(storage.versions, group) if takes_lease else {}
+    if takes_lease and there != before:
         candidates, step, _ = choose()
     if config.load_step not in (-1, step):
         logger.info(
             f"checkpoint.load_step = {config.load_step}: resumes from step {step}, which a run with this load_step has "
             f"come to. To go back to step {config.load_step} once more, move the checkpoints of later steps away"
         )
-    return ResumePoint(group, step, candidates, lease, identity, tables, there if takes_lease else {})
+    return ResumePoint(group, step, candidates, lease, identity, tables, there)
 
 
 def check_resume(
