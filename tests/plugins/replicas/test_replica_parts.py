@@ -29,8 +29,8 @@ from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError, StoppedError, StorageError
 from torchtrain.metrics.writers import Writers
 from torchtrain.plugins.replicas import checks, presence
-from torchtrain.plugins.replicas.files import RunFiles
-from torchtrain.plugins.replicas.group import Member, ReplicaGroup, reason_of
+from torchtrain.plugins.replicas.files import RunFiles, parsed
+from torchtrain.plugins.replicas.group import Member, Quorum, ReplicaGroup, reason_of
 from torchtrain.plugins.replicas.heartbeat import Heartbeat
 from torchtrain.plugins.replicas.options import ReplicasConfig
 from torchtrain.plugins.replicas.place import PlaceState
@@ -363,7 +363,7 @@ def test_state_and_sums_are_at_the_host_and_pass_no_proxy(host: str, monkeypatch
         transport.shutdown()
         transport._server.server_close()
     store, begun = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False), []
-    groups = [SumGroup(host, limit, begun.append) for _ in range(2)]
+    groups = [SumGroup(host, limit, begun.append, lambda: 7) for _ in range(2)]
     tensors = [torch.ones(2), torch.ones(2)]
 
     def add(number: int) -> None:
@@ -376,6 +376,40 @@ def test_state_and_sums_are_at_the_host_and_pass_no_proxy(host: str, monkeypatch
     assert {*map(id, begun)} == {id(group.store) for group in groups}
     for group in groups:
         group.abort()
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")
+def test_a_group_does_not_connect_to_an_earlier_one_of_another_lighthouse() -> None:
+    """It has the same id and store. Member 0 connects before member 1 has replaced its address in the store."""
+    pytest.importorskip("torchft")
+    from torchtrain.plugins.replicas.transport import SumGroup
+
+    host, limit = "127.0.0.1", timedelta(seconds=5)
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    for step in (7, 8):
+        groups = [SumGroup(host, limit, lambda _: None, lambda step=step: step) for _ in range(2)]
+
+        def add(number: int, groups: list[SumGroup] = groups) -> list[float]:
+            time.sleep(number)
+            groups[number].configure(f"{host}:{store.port}/torchft/1/0", "a", number, 2)
+            ones = torch.ones(2)
+            groups[number].allreduce([ones], dist.AllreduceOptions()).wait()
+            return ones.tolist()
+
+        with ThreadPoolExecutor(2) as threads:
+            assert list(threads.map(add, range(2))) == [[2, 2], [2, 2]]
+        for group in groups:
+            group.abort()
+
+
+def test_the_id_of_a_quorum_depends_on_its_members() -> None:
+    """Else the manager keeps the group of an earlier lighthouse, which began to count as the next one does."""
+    ids = [
+        Quorum(SimpleNamespace(quorum_id=number, replica_ids=of)).quorum_id for number, of in ((1, ["a"]), (1, ["b"]))
+    ]
+    again = Quorum(SimpleNamespace(quorum_id=1, replica_ids=["a"], heal=True))
+    assert ids[0] != ids[1]
+    assert (again.quorum_id, again.heal) == (ids[0], True)
 
 
 class Lighthouse:

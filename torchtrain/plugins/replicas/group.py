@@ -119,6 +119,21 @@ class PinnedCopies:
         self._copied_back[key] = torch.cuda.current_stream().record_event()
 
 
+class Quorum:
+    """A torchft quorum whose id differs from those of earlier lighthouses, each of which begins with 1.
+
+    With the same id as before, the manager would keep a group that has other members. With a new one, its members would
+    find the addresses of an earlier group in the store, which lives as long as a replica.
+    """
+
+    def __init__(self, quorum: Any) -> None:
+        self._quorum = quorum
+        self.quorum_id = xxhash.xxh3_64_intdigest(f"{quorum.quorum_id} {quorum.replica_ids}".encode()) >> 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._quorum, name)
+
+
 class RecordedQuorum:
     """A torchft ``ManagerClient`` that keeps the last quorum, of which the manager drops the ids."""
 
@@ -126,9 +141,9 @@ class RecordedQuorum:
         self._client = client
         self.last: Any = None
 
-    def _quorum(self, *arguments: Any, **options: Any) -> Any:
-        self.last = self._client._quorum(*arguments, **options)
-        return self.last
+    def _quorum(self, *arguments: Any, **options: Any) -> Quorum:
+        self.last = quorum = Quorum(self._client._quorum(*arguments, **options))
+        return quorum
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -228,7 +243,7 @@ class ReplicaGroup(Replicas):
 
         port = broadcast_from_rank0(start_store, group)
         timeout = timedelta(seconds=config.collective_timeout_seconds)
-        self._pg = SumGroup(config.host, timeout, self._begin_quorum)
+        self._pg = SumGroup(config.host, timeout, self._begin_quorum, lambda: self._client.last.max_step)
         try:
             self._manager = self._build_manager(loaded, state, host, port)
         except Exception as error:  # torchft has no error of its own

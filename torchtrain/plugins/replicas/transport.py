@@ -56,15 +56,17 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
     Args:
         host: empty: the default of PyTorch, which is the address of the machine's name, or of GLOO_SOCKET_IFNAME.
         begins: called with the store of a new group before its members connect.
+        step: returns the progress of the members of a new group, which is a part of its name in the store: two
+            lighthouses may give the same id to groups of the same members.
 
     Attributes:
         store: that of the current group.
         timed_out: whether another member has let this one wait for ``timeout`` since this was last set to False.
     """
 
-    def __init__(self, host: str, timeout: timedelta, begins: Callable[[Any], None]) -> None:
+    def __init__(self, host: str, timeout: timedelta, begins: Callable[[Any], None], step: Callable[[], int]) -> None:
         super().__init__(timeout=timeout)
-        self._host, self._begins = host, begins
+        self._host, self._begins, self._step = host, begins, step
         self.store: Any = None
         self.timed_out = False
 
@@ -76,7 +78,7 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
         """
         began = time.monotonic()
         try:
-            super().configure(store_addr, *arguments, **options)
+            super().configure(f"{store_addr}/{self._step()}", *arguments, **options)
         except Exception as error:
             self.timed_out = self.has_passed(began)
             why = reason_of(error)
