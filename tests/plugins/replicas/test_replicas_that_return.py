@@ -409,6 +409,57 @@ def test_a_slow_start_after_all_others_have_died(references: Any, started: Any) 
     assert differences(replicas.folder, reference) == []
 
 
+@dataclass
+class FailsLate(Kill):
+    """Rank 0 receives a state; rank 1 waits for that, and while there is a file, and does not."""
+
+    file: Path = Path()
+
+    def install(self) -> None:
+        super().install()
+        from torchtrain.plugins.replicas.transport import StateTransport
+
+        receive, received = StateTransport.recv_checkpoint, self.file.with_suffix(".received")
+
+        def receiving(*arguments: Any, **options: Any) -> Any:
+            if os.environ["RANK"] == "0":
+                state = receive(*arguments, **options)
+                received.touch()
+                return state
+            while self.file.exists() or not received.exists():
+                time.sleep(0.02)
+            raise RuntimeError("planted")
+
+        StateTransport.recv_checkpoint = receiving  # type: ignore[method-assign]
+
+
+def test_nobody_takes_a_state_of_which_a_replica_has_only_a_part(references: Any, started: Any) -> None:
+    """Rank 0 of replica 0 has got the state of replica 1, and rank 1 has not, when replica 1 dies and 2 starts."""
+    steps = ["--training.steps=40", "--lr_scheduler.total_steps=40"]
+    reference = references(*steps, ranks=2)
+    replicas = started(*steps, SHORT, "--comm.train_timeout_seconds=60", ranks=2, members=2)
+    file = replicas.folder / "fails"
+    file.touch()
+    replicas.start("0", FailsLate(file=file, slow_seconds=0.1))
+    replicas.start("1", SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 4)
+    replicas.kill("0", number=signal.SIGSTOP)
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    held = start_held(replicas, "2")
+    replicas.kill("0", number=signal.SIGCONT)
+    replicas.wait_until(file.with_suffix(".received").exists)
+    replicas.kill("1")
+    replicas.wait_for_death("1")
+    held.unlink()
+    replicas.wait_until((replicas.folder / "connected-2").exists)
+    file.unlink()
+    assert replicas.wait() == {"0": [74, 74], "1": [-9, -9], "2": [0, 0]}, replicas.output()
+    assert "this one has a part of it" in replicas.log("0").read_text()
+    repeated = [of for of in differences(replicas.folder, reference) if not of.startswith("steps ")]
+    assert repeated == []
+    require_order(read_metrics(replicas.folder))
+
+
 @pytest.mark.parametrize("hangs", [False, True])
 def test_of_two_processes_of_one_replica_the_older_one_ends(hangs: bool, references: Any, started: Any) -> None:
     steps = ["--training.steps=40", "--lr_scheduler.total_steps=40"]

@@ -373,7 +373,6 @@ class ReplicaGroup(Replicas):
     def _agree(self) -> None:
         """``begin``, with any number of replicas."""
         self.has_joined = is_torn = False
-        before = self.progress
         while True:
             self._has_loaded = self._pg.timed_out = False
             self._why_not_joined = ""
@@ -397,15 +396,16 @@ class ReplicaGroup(Replicas):
             if part > self._part:
                 raise OtherPartError(self._end_of_part(part - 1))
             if not torch.equal(first, last):
-                # Only some ranks have got the state of another replica: it is asked for again.
+                # Only some ranks have got the state of another replica: it is asked for again. What this one has now is
+                # the state of no step, which nobody may take.
                 is_torn, failed = True, True
-                self.progress = before
-            elif is_torn and some_not_loaded:
+                self.progress, self.is_alone = (self._part, 0, 0, 0), False
+            elif not (is_torn and some_not_loaded):
+                is_torn = False
+            elif not failed:
                 raise StorageError(
                     "the replica whose state this one was taking has died, and this one has a part of it"
                 )
-            else:
-                is_torn = False
             if not failed:
                 self.since, self.heard_at = self._own_since, time.monotonic()
                 self._failed_joins, self._met = 0, {*self._client.last.replica_ids}
