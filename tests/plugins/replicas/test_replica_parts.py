@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -602,6 +603,40 @@ def test_a_line_that_a_replaced_process_writes_late_is_not_copied(tmp_path: Path
     write(tmp_path / "replicas/1", loss(3), loss(4), loss(5))
     second.update(leads=True)
     assert steps(tmp_path)[-3:] == [3, 4, 5]
+
+
+@pytest.mark.parametrize("leads_again", [False, True])
+def test_a_leader_that_is_suspended_while_it_writes_lines(
+    leads_again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another replica takes over when the first one has read its line of step 2, and before it writes it."""
+    own = [tmp_path / "replicas/0", tmp_path / "replicas/1"]
+
+    def open_writers(step: int) -> Writers:
+        return Writers(MetricsConfig(enable_tensorboard=False), tmp_path, "", step, "a", undone=False)
+
+    first, second = (RunFiles(tmp_path, folder, open_writers, nothing) for folder in own)
+    for of in (first, second):
+        of.begin_process()
+    first.begin_run("a", resumed=False)
+    write(own[0], start(0), loss(1))
+    first.update(leads=True)
+
+    def take_over_then_parse(content: bytes) -> Iterator[dict[str, Any]]:
+        monkeypatch.undo()
+        second.update(leads=True)
+        yield from parsed(content)
+
+    write(own[1], loss(1), loss(2), loss(3))
+    write(own[0], loss(2), {"step": 2, "event": "replica_joined", "replica": "1"})
+    monkeypatch.setattr("torchtrain.plugins.replicas.files.parsed", take_over_then_parse)
+    first.update(leads=True)
+    assert steps(tmp_path) == ["start", 1, 2, 3]
+    first.update(leads=leads_again)
+    write(own[0], loss(3), loss(4))
+    first.update(leads=leads_again)
+    first.end()
+    assert steps(tmp_path) == ["start", 1, 2, 3, *(["replica_joined", 4] if leads_again else [])]
 
 
 @pytest.mark.parametrize(("changes_seed", "step", "undone"), [(True, 3, True), (True, 5, False), (False, 3, False)])

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,38 @@ def test_a_leader_that_hangs_before_its_save(save_seconds: float, references: An
     assert replicas.wait() == ALL_DONE, replicas.output()
     assert differences(replicas.folder, reference) == []
     assert not list((replicas.folder / "checkpoint").glob("*superseded*"))
+
+
+class StopWhileWriting(Stop):
+    """Suspended when it has read a line of its own, and before it writes it to the run's metrics."""
+
+    def install(self) -> None:
+        super().install()
+        import torchtrain.plugins.replicas.files as files
+
+        parsed = files.parsed
+
+        def stopping(content: bytes) -> Iterator[dict[str, Any]]:
+            for line in parsed(content):
+                self.now("while writing", line["step"] if "loss" in line else 0)
+                yield line
+
+        files.parsed = stopping
+
+
+def test_a_leader_that_hangs_while_it_writes_lines(references: Any, started: Any) -> None:
+    """The one that takes over has written these lines when it comes back."""
+    steps = ["--training.steps=60", "--lr_scheduler.total_steps=60"]
+    reference = references(*steps)
+    replicas = started(*steps, SHORT)
+    replicas.start("0", StopWhileWriting(4, "while writing", slow_seconds=0.02))
+    for name in "12":
+        replicas.start(name, SLOW)
+    replicas.wait_until(lambda: replicas.step() >= 8)
+    replicas.kill("0", number=signal.SIGCONT)
+    assert replicas.wait() == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference) == []
+    require_order(read_metrics(replicas.folder))
 
 
 @pytest.mark.parametrize("members", [2, 3])

@@ -1,6 +1,7 @@
 """The run's files: those of the replica that leads, so that several replicas write one curve."""
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,7 @@ class RunFiles:
         self._received, self._received_at = b"", 0
         self._begun = self._read = 0  # the lines of this process begin here; up to there they are copied
         self._leads = False
+        self._size = 0  # of the metrics of the run, as this replica has last read or written them
         self._known: set[tuple[Any, ...]] = set()  # lines of the run before this replica has begun to lead
         self._newest: dict[frozenset[str], int] = {}  # step of the last line of numbers, by their names
         self._best_effort = BestEffort(f"the metrics in {run_folder}")
@@ -51,6 +53,7 @@ class RunFiles:
             self.run_folder.mkdir(parents=True, exist_ok=True)
             rename_files_of_other_run(self.run_folder, run, resumed)
             self._restore()
+            self._size = self._size_of_run()
             self._leads = True
 
     def begin_process(self) -> None:
@@ -86,7 +89,9 @@ class RunFiles:
                 self._close_writers()
             elif not self._leads:
                 self._restore()
-                all_of_run = list(parsed(_content(self.run_folder / METRICS)))
+                content = _content(self.run_folder / METRICS)
+                self._size = len(content)
+                all_of_run = list(parsed(content))
                 of_run = surviving(all_of_run)
                 self._known = {_key(line) for line in of_run}
                 self._newest = {frozenset(line): line["step"] for line in of_run if "event" not in line}
@@ -96,12 +101,12 @@ class RunFiles:
                 in_run, in_own = (Counter(line["step"] for line in of if _undoes(line)) for of in (all_of_run, lines))
                 # Of a replica that takes over, its own start is none of the run.
                 survive = surviving(line for line in lines if not of_run or line.get("event") != "start")
-                self._write(
+                leads = self._write(
                     line for line in survive if not _undoes(line) or in_own[line["step"]] > in_run[line["step"]]
                 )
             self._leads = leads
             if leads:
-                self._copy_own_lines()
+                self._leads = self._copy_own_lines()
                 if not (self.run_folder / CONFIG).exists():
                     self._copy_config()
 
@@ -132,13 +137,17 @@ class RunFiles:
         own, before = self._own_content(self._begun), max(0, self._received_at - self._begun)
         return own[:before] + self._received + own[before:]
 
-    def _copy_own_lines(self) -> None:
+    def _copy_own_lines(self) -> bool:
         content = self._own_content(self._read)
         self._read += len(content)
-        self._write(parsed(content))
+        return self._write(parsed(content))
 
-    def _write(self, lines: Iterable[dict[str, Any]]) -> None:
-        """Write those of ``lines`` that the run does not have."""
+    def _write(self, lines: Iterable[dict[str, Any]]) -> bool:
+        """Write those of ``lines`` that the run does not have.
+
+        Returns False if another replica writes to the same file: this one was suspended here, and the others have taken
+        it for dead. The lines that are left are written by the next ``update``, if this replica leads then.
+        """
         for line in lines:
             # Another process of this replica, which it has replaced, may have written a line late.
             is_late = "event" not in line and line["step"] <= self._newest.get(frozenset(line), -1)
@@ -146,6 +155,9 @@ class RunFiles:
                 continue
             if self._writers is None:  # of a replica that begins the run
                 self._writers = self._open_writers(line["step"])
+            if self._size_of_run() != self._size:
+                self._close_writers()
+                return False
             if _undoes(line):
                 self._known = {key for key in self._known if key[0] <= line["step"]}
                 self._newest = {names: min(step, line["step"]) for names, step in self._newest.items()}
@@ -154,6 +166,18 @@ class RunFiles:
                 self._writers.write(line)
                 if "event" not in line:
                     self._newest[frozenset(line)] = line["step"]
+            self._size = self._size_of_run()
+        return True
+
+    def _size_of_run(self) -> int:
+        """The size of the metrics of the run; if it cannot be read, the last one."""
+        try:
+            with (self.run_folder / METRICS).open("rb") as opened:  # without this, NFS may return an old size
+                return opened.seek(0, os.SEEK_END)
+        except FileNotFoundError:
+            return 0
+        except OSError:
+            return self._size
 
 
 def _content(file: Path, begin: int = 0) -> bytes:
