@@ -270,7 +270,7 @@ def documents(case: Case, choice: random.Random) -> tuple[list[str], set[str]]:
     text = case.make(choice)
     poison = [varied(text, choice) if case.vary else text for _ in range(case.copies)]
     if case.vary:  # one after the other
-        place = choice.randrange(len(clean))
+        place = choice.randrange(len(clean) // 2, len(clean) * 3 // 4)  # which the stream reaches in a late step
         return clean[:place] + poison + clean[place:], set(poison)
     texts = clean + poison
     choice.shuffle(texts)
