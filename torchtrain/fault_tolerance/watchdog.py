@@ -44,6 +44,8 @@ WAITING = (
     "torchtrain/distributed/process_group.py",
     "torchtrain/distributed/agreement.py",
 )
+# The function in which ranks wait for a save, and tell each other several times a second whether it has ended.
+POLLING = ("torchtrain/checkpoint/manager.py", "_has_ended_on_all_ranks")
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # What gloo and NCCL say in the error of a collective in which a rank is missing.
 TIMED_OUT = re.compile(rf"[Tt]imed out|[Tt]imeout|{LOST_CONNECTION.pattern}")
@@ -249,17 +251,24 @@ def _write_error_file(message: str) -> None:
 
 def _current_status(frame: FrameType | None, doing: str) -> RankStatus:
     """The ``RankStatus`` of this process. ``frame``: the current frame of its main thread."""
-    pending, begun = _collectives()
     stack = traceback.extract_stack(frame)
+    # A rank whose own save is at work waits for that, and not for the collective in which it polls: it ends at once.
+    polls = bool(doing) and any(of.filename.endswith(POLLING[0]) and of.name == POLLING[1] for of in stack)
+    pending, begun = _collectives(of_background_only=polls)
     waits_in = next((entry.name for entry in reversed(stack) if entry.filename.endswith(WAITING)), "")
+    if polls:
+        waits_in = ""
     own = [entry for entry in stack if entry.filename.startswith(PACKAGE) and not entry.filename.endswith(WAITING)]
     entry = (own or stack)[-1]
     where = f"{Path(entry.filename).name}:{entry.lineno} ({entry.name})"
     return RankStatus(where, waits_in, pending, begun, doing)
 
 
-def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
-    """``RankStatus.pending`` and ``RankStatus.begun``, from PyTorch's flight recorder."""
+def _collectives(of_background_only: bool) -> tuple[dict[str, list[Any]], dict[str, int]]:
+    """``RankStatus.pending`` and ``RankStatus.begun``, from PyTorch's flight recorder.
+
+    ``of_background_only``: whether collectives of the main thread are not pending.
+    """
     pending: dict[str, list[Any]] = {}
     of_background: dict[str, list[Any]] = {}
     begun: dict[str, int] = {}
@@ -277,7 +286,7 @@ def _collectives() -> tuple[dict[str, list[Any]], dict[str, int]]:
             which = of_background if entry["thread_id"] in background_threads else pending
             which.setdefault(name, [entry["profiling_name"].split(":", 1)[-1], number, ranks[name]])
     # A save in the background may wait while training continues: it counts only if no other collective is pending.
-    return pending or of_background, begun
+    return of_background if of_background_only else pending or of_background, begun
 
 
 def _described(status: RankStatus | None) -> str:
