@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from torchtrain.config.tokens import format_tokens
-from torchtrain.datasets.local_files import standard_library_files
+from torchtrain.datasets.standard_library import standard_library_files
 from torchtrain.metrics.writers import append
 
 RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)

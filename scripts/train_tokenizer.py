@@ -13,13 +13,12 @@ from pathlib import Path
 
 import sentencepiece
 
-from torchtrain.datasets.local_files import open_standard_library
+from torchtrain.datasets.standard_library import standard_library
 
 
 def lines() -> Iterator[str]:
-    source = open_standard_library()
-    for text in source.read_all(range(source.parts)):
-        yield from (line for line in (text or "").split("\n") if line)
+    for text in standard_library().texts():
+        yield from (line for line in text.split("\n") if line)
 
 
 def main() -> None:

@@ -1,8 +1,10 @@
 import atexit
 import gc
+import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -102,24 +104,31 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
 
 
 # pytest-xdist distributes whole files. The longest start first, so that no worker is left with one at the end.
-LONGEST_FILES = [
-    *("test_parallelism.py", "test_faults.py", "test_slurm.py", "test_simulation.py", "test_estimate.py"),
-    *(
-        "test_lowering.py",
-        "test_compile.py",
-        "test_exact_sums.py",
-        "test_learning.py",
-        "test_train.py",
-        "test_data_parallel.py",
-    ),
-    *("test_compare.py", "test_muon.py", "test_speed_options.py", "test_resume_on_other_layouts.py"),
-    *("test_disk_faults.py", "test_multinode.py", "test_checkpoint_elastic.py", "test_hf_to_hf.py"),
-    *("test_document_mask.py", "test_prepare.py"),
-    *("test_validation.py", "test_hf.py", "test_generation.py", "test_launch.py", "test_evaluate.py", "test_hub.py"),
-]
+DURATIONS = Path(__file__).parent / "durations.json"
+"""Seconds of each file in a quiet run of the default suite; ``pytest --write_durations`` writes it."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write_durations", action="store_true", help=f"write the seconds of each file to {DURATIONS}")
+
+
+class Durations:
+    """Sums up the seconds of each file, and writes them at the end."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[Path(report.nodeid.partition("::")[0]).name] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        rounded = {name: round(seconds) for name, seconds in self.seconds.most_common() if seconds >= 1}
+        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.write_durations and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.pluginmanager.register(Durations())
     gc.disable()  # until all test modules are imported: their objects are not garbage
     config.option.loadscopereorder = False  # pytest-xdist would sort by the number of tests
     # Tiny models gain nothing from a second thread, and spinning threads slow each other down.
@@ -134,6 +143,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
     atexit.register(shutil.rmtree, os.environ["HF_HUB_CACHE"], ignore_errors=True)
     os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # its workers share the tokens of the standard library
+        os.environ["TORCHTRAIN_CACHE"] = tempfile.mkdtemp(prefix="torchtrain-cache-")
+        atexit.register(shutil.rmtree, os.environ["TORCHTRAIN_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -189,8 +201,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    positions = {name: position for position, name in enumerate(LONGEST_FILES)}
-    items.sort(key=lambda item: positions.get(item.path.name, len(positions)))
+    seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
+    items.sort(key=lambda item: -seconds.get(item.path.name, 0))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -12,15 +12,14 @@ from typing import Any
 import pytest
 import tomli
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 from forked_run import CONFIG, ForkedRun, different_tensors, finish, saved_tensors, slow_steps
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
+from torchtrain.datasets.token_dataset import TokenDataset
+from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
-from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -93,7 +92,9 @@ def test_batches_of_the_table_are_the_same_on_every_layout_and_after_a_resume(sq
     assert len(re.findall(r"(?<!book )document 8 ", text)) > 1
     assert "a book document " in text
     assert not re.findall(r"(?<!book )document 6 ", text)  # the row that was deleted
-    assert whole.identity["data.sources"].startswith("table 'articles' with 60 rows, hash ")
+    documents = [text for number, text in enumerate(DOCUMENTS) if number != 6]
+    count = sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in documents)
+    assert whole.identity["data.sources"].startswith(f"{count:,} tokens, hash ")
 
 
 def test_run_on_two_ranks_reads_the_batches_of_one_rank_and_resumes_bitwise(sqlite: Path, tmp_path: Path) -> None:
@@ -116,12 +117,10 @@ def test_run_on_two_ranks_reads_the_batches_of_one_rank_and_resumes_bitwise(sqli
 
 def test_table_can_be_tokenized_by_prepare(sqlite: Path) -> None:
     source = SourceConfig(type="sqlite", options={"file": str(sqlite / "articles.db"), "table": "articles"})
-    prepare(source, "data", "", sqlite / "prepared", processes=2)
+    folder = write_tokens(sqlite / "tokens", source)
     documents = [text for number, text in enumerate(DOCUMENTS) if number != 6]
     tokens = [TOKENIZER.encode(text, bos=True, eos=True) for text in documents]
-    assert len(TokenizedDataset(open_folder(str(sqlite / "prepared")), TOKENIZER.content_hash, 0, "")) == sum(
-        map(len, tokens)
-    )
+    assert len(TokenDataset(open_folder(folder), TOKENIZER.content_hash, 0, "")) == sum(map(len, tokens))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from data_samples import write_jsonl
 from forked_command import run_command, start_command
 from forked_run import ForkedRun
 from parity import TINY
@@ -17,13 +16,13 @@ from rank_functions import export
 
 from torchtrain import files
 from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
-from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.cache_folder import locked
+from torchtrain.datasets.tokenize_text import alone
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import ConfigError
 from torchtrain.files import PARTIAL_SUFFIX, atomic_write, partial_folder
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.comparison.fingerprints import FILE, StepFingerprints
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 
 @pytest.fixture
@@ -65,7 +64,7 @@ def test_checkpoint_file_is_not_written_through_a_link(tmp_path: Path, secret: P
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "pipe", "folder"])
 def test_lock_file_that_is_not_a_regular_file_raises_a_config_error(tmp_path: Path, secret: Path, kind: str) -> None:
-    lock = tmp_path / "prepared" / ".lock"
+    lock = tmp_path / "tokens" / ".lock"
     lock.parent.mkdir()
     if kind == "pipe":
         os.mkfifo(lock)
@@ -73,20 +72,20 @@ def test_lock_file_that_is_not_a_regular_file_raises_a_config_error(tmp_path: Pa
         lock.mkdir()
     else:
         lock.symlink_to(secret if kind == "symlink" else tmp_path / "nothing")
-    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9))
-    with pytest.raises(ConfigError, match=r"prepared/\.lock must be a regular file.*remove it"):
-        prepare(source, "data", "", lock.parent, processes=1)
+    for locking in (alone(lock.parent, is_shared=False), locked(lock)):
+        with pytest.raises(ConfigError, match=r"tokens/\.lock must be a regular file.*remove it"), locking:
+            pass
     assert secret.read_text() == "of another user"
     assert not (tmp_path / "nothing").exists()
 
 
 def test_content_of_a_lock_file_is_kept(tmp_path: Path) -> None:
-    lock = tmp_path / "prepared/.lock"
+    lock = tmp_path / "tokens/.lock"
     lock.parent.mkdir()
     lock.write_text("content")
-    prepare(
-        SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", ["some words"] * 9)), "data", "", lock.parent, processes=1
-    )
+    for locking in (alone(lock.parent, is_shared=False), locked(lock)):
+        with locking:
+            assert lock.read_text() == "content"
     assert lock.read_text() == "content"
 
 

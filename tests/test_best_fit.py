@@ -2,53 +2,100 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl, write_prepared
+from captured_log import captured_log
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 from forked_run import different_tensors, finish, logged_losses, saved_tensors
 
-from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.best_fit import pack
+from torchtrain.config.schema import DataConfig
+from torchtrain.datasets.best_fit import BLOCKS_OF_A_SET, pack, pack_sets
+from torchtrain.datasets.cache_folder import windows_root
+from torchtrain.datasets.data_source import text_hash
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.datasets.exclusions import text_hash
-from torchtrain.datasets.packing import GROUP_WINDOWS
-from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
 
 ENCODED = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]
 
 
+@pytest.fixture
+def config(tmp_path: Path) -> DataConfig:
+    path = write_jsonl(tmp_path / "text.jsonl", DOCUMENTS)
+    return DataConfig(path=path, prefetch=0, document_mask=True, packing="best_fit")
+
+
+def random_documents(seed: int) -> tuple[random.Random, np.ndarray, np.ndarray]:
+    """Starts and lengths of documents, of which some have no tokens."""
+    generator = random.Random(seed)
+    lengths = [int(generator.lognormvariate(3, 1)) for _ in range(generator.randrange(1, 60))]
+    ends = np.cumsum(lengths)
+    return generator, ends - lengths, np.array(lengths)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_cover_each_token_once(seed: int) -> None:
-    generator = random.Random(seed)
+    generator, starts, lengths = random_documents(seed)
     seq_len = generator.choice([1, 7, 32, 100])
-    lengths = [max(1, int(generator.lognormvariate(3, 1))) for _ in range(generator.randrange(1, 60))]
-    windows = pack(lengths, seq_len)
-    parts = sorted((part for window in windows for part in window), key=lambda part: (part.document, part.offset))
+    part_starts, part_tokens, counts = pack(starts, lengths, seq_len)
+    assert len(part_starts) == len(part_tokens) == counts.sum()
+    parts = list(zip(part_starts.tolist(), part_tokens.tolist(), strict=True))
+    ends = np.cumsum(counts).tolist()
+    windows = [parts[begin:end] for begin, end in pairwise([0, *ends])]
+    begins = {start for start, length in zip(starts.tolist(), lengths.tolist(), strict=True) if length}
     for window in windows:
-        assert sum(part.tokens for part in window) <= seq_len + 1
-        assert [part for part in window[1:] if part.offset != 0] == []
-    for document, length in enumerate(lengths):
-        own = [part for part in parts if part.document == document]
-        assert (own[0].offset, own[-1].offset + own[-1].tokens) == (0, length)
-        assert [
-            (before, after) for before, after in pairwise(own) if after.offset != before.offset + before.tokens - 1
-        ] == []
-        assert len(own) == 1 or length > seq_len + 1
+        assert 0 < sum(tokens for _, tokens in window) <= seq_len + 1
+        assert [part for part in window[1:] if part[0] not in begins] == []
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        own = sorted(part for part in parts if start <= part[0] < start + length)
+        if length <= seq_len + 1:
+            assert own == [(start, length)] * (length > 0)
+            continue
+        assert (own[0][0], sum(own[-1])) == (start, start + length)
+        for before, after in pairwise(own):  # the first token of a window has no loss
+            assert after[0] == sum(before) - 1
     # No two windows could be one, unless both begin with what is left of a document.
-    sizes = sorted(sum(part.tokens for part in window) for window in windows if window[0].offset == 0)
+    sizes = sorted(sum(tokens for _, tokens in window) for window in windows if window[0][0] in begins)
     assert len(sizes) < 2 or sizes[0] + sizes[1] > seq_len + 1
 
 
-def source(folder: Path, kind: str) -> SourceConfig:
-    folder.mkdir()
-    for number in (0, 1):
-        write_jsonl(folder / f"{number}.jsonl", DOCUMENTS[number::2])
-    return SourceConfig(path=f"{'' if kind == 'local' else 'file://'}{folder}")
+@pytest.mark.parametrize("seed", range(5))
+def test_each_document_goes_where_it_leaves_the_least_room(seed: int) -> None:
+    """As by a search of all windows, for documents that fit."""
+    _, starts, lengths = random_documents(seed)
+    size = int(lengths.max()) + seed * 7
+    rooms: list[int] = []
+    for length in sorted(lengths[lengths > 0].tolist(), reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        if fitting:
+            rooms.remove(min(fitting))
+        rooms.append((min(fitting) if fitting else size) - length)
+    part_tokens, counts = pack(starts, lengths, size - 1)[1:]
+    filled = [int(own.sum()) for own in np.split(part_tokens, np.cumsum(counts)[:-1])]
+    assert sorted(filled) == sorted(size - room for room in rooms)
+
+
+def test_sets_are_from_all_over_the_data_and_independent_of_the_length() -> None:
+    lengths = np.random.default_rng(0).integers(1, 60, 5000)
+    starts = np.concatenate(([0], lengths.cumsum()))
+    block = 256
+    found = []
+    for seq_len in (16, 100):
+        packed = pack_sets(starts, seq_len, block)
+        sets = []
+        for begin, end in pairwise(packed.sets.tolist()):
+            parts = [part for window in range(begin, end) for part in packed.parts(window)]
+            sets.append(np.unique(np.concatenate([np.arange(start, start + count) for start, count in parts])))
+        found.append(sets)
+    assert len(found[0]) == -(-int(starts[-1]) // block) // BLOCKS_OF_A_SET > 10
+    for own, other in zip(*found, strict=True):
+        assert np.array_equal(own, other)
+        assert len(np.unique(own * 10 // starts[-1])) == 10
+    assert sorted(np.concatenate(found[0]).tolist()) == list(range(starts[-1]))
 
 
 def documents_in(loader: DataLoader, steps: int) -> tuple[Counter[int], float]:
@@ -74,121 +121,89 @@ def documents_in(loader: DataLoader, steps: int) -> tuple[Counter[int], float]:
     return found, sum(ignored) / steps
 
 
-@pytest.mark.parametrize("kind", ["local", "streamed"])
-def test_documents_are_whole_and_a_position_resumes(kind: str, tmp_path: Path) -> None:
-    config = DataConfig(
-        sources=(source(tmp_path / kind, kind),), prefetch=0, streams=4, document_mask=True, packing="best_fit"
-    )
+@pytest.mark.parametrize("stop", [False, True])
+def test_documents_are_whole_and_each_is_read_once_in_an_epoch(config: DataConfig, stop: bool) -> None:
+    config = replace(config, when_exhausted="stop" if stop else "repeat")
     longest = max(map(len, ENCODED))
-    loader = make_loader(config, range(4), batch=4, seq_len=longest)
-    found, ignored = documents_in(loader, GROUP_WINDOWS)  # more than one epoch
-    assert set(found) == set(range(len(DOCUMENTS)))
-    assert ignored < 0.1
-    short, parts = (
-        make_loader(config, range(4), batch=4),
-        [make_loader(config, rows, batch=4) for rows in (range(2), range(2, 4))],
-    )
-    resumed = make_loader(config, range(4), batch=4)
-    for _ in range(2 * GROUP_WINDOWS):
-        resumed.load_state_dict(short.state_dict())
-        batch = next(short)
+    loader = make_loader(config, range(1), batch=1, seq_len=longest, drop_last=False)
+    epoch = len(loader.streams[0]._windows)  # type: ignore[attr-defined]
+    for _ in range(1 if stop else 3):
+        found, ignored = documents_in(loader, epoch)
+        assert found == dict.fromkeys(range(len(DOCUMENTS)), 1)
+        assert ignored < 0.1
+    assert (next(loader, None) is None) == stop
+
+
+def test_bytes_are_those_of_the_documents_and_none_of_padding(config: DataConfig) -> None:
+    config = replace(config, when_exhausted="stop")
+    loader = make_loader(config, range(3), batch=3, seq_len=512, drop_last=False, count_bytes=True)
+    total = 0.0
+    for batch in loader:
+        assert batch.label_bytes is not None
+        assert not batch.label_bytes[batch.labels == IGNORE_INDEX].any()
+        total += batch.label_bytes.sum().item()
+    assert max(map(len, ENCODED)) <= 513  # all are whole: only tokens that begin them, without bytes, have no loss
+    assert total == pytest.approx(sum(map(len, DOCUMENTS)))
+
+
+def test_position_resumes_on_any_ranks_and_tokenized_data_have_the_same_windows(
+    config: DataConfig, tmp_path: Path
+) -> None:
+    tokens = replace(config, path=write_tokens(tmp_path / "tokens", str(config.path)))
+    whole, parts = make_loader(config, range(4), batch=4), [make_loader(config, rows, batch=4) for rows in HALVES]
+    resumed, of_tokens = (make_loader(tokens, range(4), batch=4) for _ in range(2))
+    for _ in range(60):
+        resumed.load_state_dict(whole.state_dict())
+        batch = next(whole)
         assert torch.equal(batch.labels, torch.cat([next(part).labels for part in parts]))
-        again = next(resumed)
-        assert torch.equal(batch.tokens, again.tokens)
-        assert torch.equal(batch.labels, again.labels)
-    for each in (loader, short, resumed, *parts):
-        each.close()
+        for other in (resumed, of_tokens):
+            again = next(other)
+            assert torch.equal(batch.tokens, again.tokens)
+            assert torch.equal(batch.labels, again.labels)
 
 
-@pytest.mark.parametrize(("batch", "seq_len"), [(8, 32), (2, 32), (4, 64)])
-def test_a_change_of_batch_or_length_leaves_out_open_groups_at_most(batch: int, seq_len: int, tmp_path: Path) -> None:
-    texts = [f"number {number} " + "word " * (number % 9) for number in range(4000)]
-    write_jsonl(tmp_path / "texts.jsonl", texts)
-    config = DataConfig(path=str(tmp_path / "texts.jsonl"), prefetch=0, packing="best_fit")
-    before, after = (
-        make_loader(config, range(4), batch=4),
-        make_loader(config, range(batch), batch=batch, seq_len=seq_len),
-    )
-    read: Counter[str] = Counter()
-
-    def count(loader: DataLoader, steps: int) -> int:
-        tokens = 0
-        for _ in range(steps):
-            for pieces in loader.locate():
-                read.update(piece.place.position for piece in pieces or () if piece.offset == 0)
-                tokens += sum(piece.tokens for piece in pieces or ())
-            next(loader)
-        return tokens
-
-    count(before, 40)
-    rows = before.state_dict()["rows"].numpy()
-    after.resume(rows, before.layout, [True])
-    total = sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in texts)
-    left = total - 40 * 4 * 32
-    count(after, left * 3 // 4 // (batch * seq_len))
-    assert max(read.values()) == 1  # in the same epoch
-    for loader in (before, after):
-        loader.close()
+HALVES = range(2), range(2, 4)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_data_that_are_read_once_are_read_to_their_end(seed: int, tmp_path: Path) -> None:
-    """By any ranks, and after changes of the batch; a change of the length leaves out the open group."""
-    texts = [f"number {number} " + "word " * (number % 9) for number in range(700)]
-    write_jsonl(tmp_path / "texts.jsonl", texts)
-    config = DataConfig(path=str(tmp_path / "texts.jsonl"), prefetch=0, packing="best_fit", when_exhausted="stop")
-    random_numbers = random.Random(seed)
-    saved, layout, changes, read = None, None, 0, Counter[str]()
-    while True:
-        batch, seq_len = random_numbers.choice([1, 3, 4, 12]), random_numbers.choice([32, 32, 48] if seed % 2 else [32])
-        ranks = random_numbers.choice([n for n in (1, 2, 3) if batch % n == 0])
-        loaders = [
-            make_loader(
-                config,
-                range(batch * rank // ranks, batch * (rank + 1) // ranks),
-                batch=batch,
-                seq_len=seq_len,
-                drop_last=False,
-            )
-            for rank in range(ranks)
-        ]
-        if saved is not None and layout is not None:
-            changes += seq_len != layout.seq_len
-            for loader in loaders:
-                loader.resume(saved, layout, [True])
-        for _ in range(random_numbers.randrange(1, 9)):
-            pieces = [piece for loader in loaders for row in loader.locate() for piece in row or ()]
-            for loader in loaders:
-                next(loader, None)
-            read.update(piece.place.position for piece in pieces if piece.offset == 0)
-            if not pieces:
-                break
-        if not pieces:
-            break
-        saved = np.concatenate([loader.state_dict()["rows"].numpy() for loader in loaders])
-        layout = loaders[0].layout
-    lengths = [len(TOKENIZER.encode(text, bos=True, eos=True)) for text in texts]
-    assert max(read.values()) == 1
-    if changes:
-        assert sum(lengths) - sum(lengths[int(of.split()[-1]) - 1] for of in read) <= changes * (32 + 1) * 49
-    else:
-        assert len(read) == len(texts)
+def test_windows_are_computed_once_and_again_where_they_are_damaged(
+    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHTRAIN_CACHE", str(tmp_path / "cache"))
+
+    def batches(config: DataConfig, **options: bool) -> tuple[torch.Tensor, int]:
+        """Some batches, and how often documents were packed."""
+        with captured_log() as log:
+            found = take(make_loader(config, range(4), batch=4, **options), 5)
+        return found, sum("packing its documents into windows of 32 tokens" in line for line in log)
+
+    first, count = batches(config)
+    assert count == 1
+    again, count = batches(config)
+    assert count == 0
+    assert torch.equal(first, again)
+    (file,) = windows_root().glob("*.npz")
+    for content in (file.read_bytes()[:-200], b"", b"\0" * 1000):
+        file.write_bytes(content)
+        again, count = batches(config)
+        assert count == 1
+        assert torch.equal(first, again)
+    held_out = replace(config, held_out=0.3)
+    for options in ({}, {"held_out": True}):
+        other, count = batches(held_out, **options)
+        assert count == 1
+        assert not torch.equal(first, other)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("torchtrain.datasets.best_fit.windows_root", lambda: tmp_path / "file" / "windows")
+    again, count = batches(config)  # the cache cannot be written
+    assert count == 1
+    assert torch.equal(first, again)
 
 
-def test_runs_resume_with_the_same_bits(tmp_path: Path) -> None:
-    data = [f"--data.path={source(tmp_path / 'data', 'local').path}", "--data.packing=best_fit", "--data.document_mask"]
+def test_runs_resume_with_the_same_bits(config: DataConfig, tmp_path: Path) -> None:
+    data = [f"--data.path={config.path}", "--data.packing=best_fit", "--data.document_mask"]
     finish(tmp_path / "whole", *data, "--training.steps=6", ranks=2)
     finish(tmp_path / "parts", *data, "--training.steps=3", "--lr_scheduler.total_steps=6", ranks=2)
     finish(tmp_path / "parts", *data, "--training.steps=6", "--lr_scheduler.total_steps=6", ranks=2)
     assert different_tensors(saved_tensors(tmp_path / "whole", 6), saved_tensors(tmp_path / "parts", 6)) == []
     finish(tmp_path / "one", *data, "--training.steps=6", ranks=1)
     assert logged_losses(tmp_path / "one") == pytest.approx(logged_losses(tmp_path / "whole"), rel=1e-6)
-
-
-def test_what_cannot_be_packed_is_rejected(tmp_path: Path) -> None:
-    streamed = source(tmp_path / "streamed", "streamed").path
-    with pytest.raises(DataError, match=r"data.packing = 'best_fit' with data.when_exhausted = 'stop' needs text on a"):
-        make_loader(DataConfig(path=streamed, packing="best_fit", when_exhausted="stop"))
-    prepared = write_prepared(tmp_path / "prepared", source(tmp_path / "data", "local").path)
-    with pytest.raises(DataError, match="packing = 'best_fit' needs text, and data is TokenizedDataset"):
-        make_loader(DataConfig(path=prepared, packing="best_fit"))

@@ -68,7 +68,10 @@ def test_command_line_corrects_inconsistent_values_of_the_file(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"weight = -1.0 of a data source must be at least 0"):
         parse(["--job.config_file", file, "--validation.path", "a.txt", "--training.steps", "3"])
     file = write(tmp_path, "[validation]\nenable = true\n[training]\nsteps = 0\n")
-    for options, message in (([], "steps = 0 must"), (["--training.steps", "3"], "validation.enable needs data")):
+    for options, message in (
+        ([], "steps = 0 must"),
+        (["--training.steps", "3"], "validation.enable = true needs data"),
+    ):
         with pytest.raises(ConfigError, match=message):
             parse(["--job.config_file", file, *options])
     config = parse(["--job.config_file", file, "--validation.path", "a.txt", "--training.steps", "3"])

@@ -19,7 +19,6 @@ from draw_architecture import FILES, ROOT, imports_of
 from forked_run import CONFIG, saved_tensors
 from forkserver import free_port
 
-from torchtrain import prepare
 from torchtrain.checkpoint.resume_compatibility import (
     Kind,
     check_resume_compatibility,
@@ -139,42 +138,43 @@ assert torchtrain.estimate.main([]) == 2
     assert "this command is of the plugin torchtrain.plugins.planner, which is not installed" in command
 
 
-def test_folders_of_a_missing_plugin_are_named(tmp_path: Path) -> None:
-    for name, of in (("core", ("plugins",)), ("local", ("remote_data", "object_storage"))):
-        ignored = shutil.ignore_patterns(*of, "__pycache__")
-        shutil.copytree(PACKAGE, tmp_path / name / "torchtrain", ignore=ignored)
-    text = tmp_path / "text.txt"
+def test_core_tokenizes_and_trains_local_data_and_names_a_missing_plugin(tmp_path: Path) -> None:
+    shutil.copytree(PACKAGE, tmp_path / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
+    text, tokens, weights = tmp_path / "text.txt", tmp_path / "tokens", tmp_path / "weights"
     text.write_text("Some words to train on. " * 400)
-    prepared, weights = tmp_path / "prepared", tmp_path / "weights"
-    assert prepare.main([f"--data.path={text}", f"--prepare.output={prepared}", "--prepare.processes=1"]) == 0
     weights.mkdir()
     for name in ("config.json", "model.safetensors"):
         (weights / name).write_text("{}")
 
-    def error_of(name: str, *options: str, code: int = 2) -> str:
-        program = f"{NO_EDITABLE}\nfrom torchtrain.train import main\nsys.exit(main(sys.argv[1:]))"
-        arguments = [*SMALL, "--training.steps=1", "--training.seq_len=16", "--training.local_batch_size=1", *options]
-        command = [sys.executable, "-c", program, *arguments, f"--job.dump_folder={tmp_path / 'run'}"]
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path / name)}
-        result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
-        assert result.returncode == code, result.stderr
-        return next((line for line in result.stderr.splitlines() if "error: " in line), "")
-
-    needs = "needs the plugin torchtrain.plugins."
-    assert f"{needs}prepared_data, which is not installed" in error_of("core", f"--data.path={prepared}")
-    assert f"{needs}huggingface, which is not" in error_of("core", f"--checkpoint.initial_load_path={weights}")
-    assert f"{needs}remote_data, which is not installed" in error_of("core", "--data.path=s3://bucket/text")
-    for option in ("model.tokenizer_path", "job.config_file"):
-        message = error_of("core", f"--{option}=s3://bucket/file")
-        assert f"{option} = 's3://bucket/file': its scheme = 's3' {needs}object_storage, which is not" in message
-    command = [sys.executable, "-c", f"{NO_EDITABLE}\nimport torchtrain.prepare\nsys.exit(torchtrain.prepare.main([]))"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "local")}
-    result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
-    assert result.returncode == 2
-    assert re.search(r"error: .* needs .*torchtrain\.plugins\.\w+.*not installed", result.stderr), result.stderr
-    # Local data need neither the plugin of data over a network nor that of buckets.
-    for path in (text, prepared):
-        assert error_of("local", f"--data.path={path}", "--checkpoint.no-enable", code=0) == ""
+    training = [*SMALL, "--training.steps=1", "--training.seq_len=16", "--training.local_batch_size=1"]
+    of_text, of_tokens = f"--data.path={text}", f"--data.path={tokens}"
+    succeed = [
+        ("prepare", [of_text, f"--prepare.output={tokens}"]),
+        *(("train", [*training, path, "--checkpoint.no-enable"]) for path in (of_text, of_tokens)),
+    ]
+    needs, remote = "needs the plugin torchtrain.plugins.", "remote_data, which is not installed"
+    reading = f"= 's3://bucket/file': its scheme = 's3' {needs}object_storage, which is not installed"
+    fail = [
+        ("prepare", [of_text, "--prepare.output=s3://bucket/tokens"], f"{needs}{remote}"),
+        ("prepare", ["--data.path=s3://a/b", f"--prepare.output={tokens}"], f"{needs}{remote}"),
+        ("train", ["--data.path=s3://bucket/text"], f"{needs}{remote}"),
+        ("train", [f"--checkpoint.initial_load_path={weights}"], f"{needs}huggingface, which is not installed"),
+        ("train", ["--model.tokenizer_path=s3://bucket/file"], f"model.tokenizer_path {reading}"),
+        ("train", ["--job.config_file=s3://bucket/file"], f"job.config_file {reading}"),
+    ]
+    calls = [(*call, 0) for call in succeed] + [(command, options, 2) for command, options, _ in fail]
+    code = f"""{NO_EDITABLE}
+from importlib import import_module
+for command, options, code in {calls}:
+    assert import_module("torchtrain." + command).main([*options, "--job.dump_folder={tmp_path / "run"}"]) == code
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    errors = [line for line in result.stderr.splitlines() if "error: " in line]
+    assert len(errors) == len(fail)
+    for error, (*_, message) in zip(errors, fail, strict=True):
+        assert message in error
 
 
 def plugin_of(module: str) -> str | None:
@@ -215,8 +215,8 @@ from torchtrain.config.schema import Count, Section, section_of
 from torchtrain.config.urls import URLReader
 from torchtrain.checkpoint.other_formats import Exporter, WeightFormat
 from torchtrain.datasets.builtin_sources import Files
-from torchtrain.datasets.data_source import FolderFormat
-from torchtrain.datasets.local_files import open_files
+from torchtrain.datasets.data_identity import Identity
+from torchtrain.datasets.text_input import TextDocuments
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import local
 from torchtrain.metrics.validation import ValidationPartFactory
@@ -288,15 +288,15 @@ class AsFSDP(GradientReducer):
     def begin(self, rows):
         Path("reduced.txt").write_text(str(rows))
 
-@registry.FOLDER_FORMATS.register("boxed")
-class Boxed(FolderFormat):
-    markers = ("box.txt",)
-    @classmethod
-    def recognizes(cls, config, context):
-        return Path(config.paths[0], "box.txt").exists()
-    @classmethod
-    def open(cls, config, context):
-        return open_files([str(Path(config.paths[0], "box.txt"))], "text", context.section)
+@registry.DATA_SOURCES.register("boxed")
+class Boxed(TextDocuments):
+    def __init__(self, config, context):
+        self.lines = Path(config.path, "box.txt").read_text().split(".")
+        super().__init__(len(self.lines), context.section)
+    def document(self, number):
+        return self.lines[number]
+    def identify(self):
+        return Identity(repr(self.lines))
 
 class Counting(LinearConversion):
     changes = 0
@@ -392,6 +392,7 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     options += ["--optimizer.name=sign", f"--checkpoint.folder=mine://{tmp_path / 'saved'}", "--metrics.writers=lines"]
     options += [f"--data.path={text}", "--data.type=same_files"]
     options += ["--validation.enable", f"--validation.path={tmp_path / 'boxed'}", "--validation.interval=4"]
+    options += ["--validation.type=boxed"]
     (tmp_path / "tokenizer").mkdir()
     shutil.copy(tokenizer_file(), tmp_path / "tokenizer")
     options += [f"--model.tokenizer_path=here://{tmp_path / 'tokenizer'}"]

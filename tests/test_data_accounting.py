@@ -1,265 +1,325 @@
-"""Any chain of changes of batch, sequence length, ranks and sources: each token of an epoch is trained on once."""
+"""Any chain of changes of ranks, batch, sequence length, sources and weights, with kills between them: each token of an
+epoch is trained on at most once, and exactly once unless the log says that it is left out."""
 
 import itertools
+import json
 import random
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
-from types import SimpleNamespace
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from captured_log import captured_log
 
-from torchtrain.datasets.data_identity import Identity
-from torchtrain.datasets.data_source import Place, Stream, StreamRequest
-from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.datasets.file_formats import OnMalformed
-from torchtrain.datasets.order import Mixture, number_of_readers
-from torchtrain.datasets.packing import DocumentSource, TextSource
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.data_source import is_held_out, text_hash
+from torchtrain.datasets.dataloader import Batch, DataLoader, LoaderLayout
+from torchtrain.datasets.text_input import TextsInMemory
+from torchtrain.datasets.token_dataset import TokenStream
+from torchtrain.datasets.token_folder import LocalFolder
+from torchtrain.datasets.tokenize_text import tokenize
+from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.datasets.window_order import block_size
 from torchtrain.labels import IGNORE_INDEX
-from torchtrain.plugins.prepared_data.tokenized import TokenWindowStream
-from torchtrain.plugins.prepared_data.window_order import WindowOrder, block_size
-from torchtrain.plugins.remote_data.streamed_text import StreamedFile, StreamedText
 
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 75))]
-READERS = 4  # of streamed data, which a run keeps
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 110))]
+FILLER = 0
+AGREED = DataLoader._agreed
+LEFT_OUT = re.compile(r"/(\d+)': with another training.seq_len, ([\d,]+) windows of a group of")
 
 
-class Numbers:
+KINDS = {"tiny": (30, [1, 3, 9]), "small": (100, [1, 2, 7, 20, 90]), "large": (120, [1, 5, 30, 200, 900])}
+"""Number of documents, and the lengths that they may have."""
+
+
+class Numbers(Tokenizer):
     """A tokenizer of texts that are numbers: a text is a sequence of ids, of which each occurs once in all texts."""
 
+    bos_id = eos_id = None
+    content_hash = "numbers"
+    special_ids = frozenset()
+
     def __init__(self, vocab_size: int) -> None:
-        self.token_bytes = [1] * vocab_size
+        self.vocab_size = self.used_ids = vocab_size
+        self.token_bytes = [len(str(token)) + 1 for token in range(vocab_size)]
 
-    def encode(self, text: str, bos: bool, eos: bool) -> list[int]:
-        return [0] * bos + [int(word) for word in text.split()] + [1] * eos
+    def ids_of(self, text: str) -> list[int]:
+        return [int(word) for word in text.split()]
 
+    def name_of(self, token: int) -> str:
+        return str(token)
 
-def texts_of(lengths: list[int], first: int) -> tuple[list[str], range]:
-    """A text for each of ``lengths``, and the ids in all of them, from ``first`` on."""
-    ends = np.cumsum([first, *lengths]).tolist()
-    texts = [" ".join(map(str, range(start, end))) for start, end in itertools.pairwise(ends)]
-    return texts, range(first, ends[-1])
-
-
-class Documents(DocumentSource):
-    def __init__(self, lengths: list[int], first: int = 2) -> None:
-        super().__init__(len(lengths), "numbers")
-        self.texts, self.tokens = texts_of(lengths, first)
-        self.tokenizer = Numbers(self.tokens.stop)
-
-    def identity(self) -> str:
-        return "numbers"
-
-    def document(self, number: int) -> str | None:
-        return self.texts[number]
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
 
 
-class DividedDocuments(Documents):
-    """Read once, but divided among the rows as data that are repeated."""
+class Sharded(TextsInMemory):
+    """Texts that are divided into ``shards`` shards, of which some are empty."""
 
-    def streams(self, request: StreamRequest) -> list[Stream]:
-        return TextSource.streams(self, request)
-
-
-class StreamedDocuments(StreamedText):
-    """Files of which each is read in shares, or as a whole by its readers."""
-
-    has_shares = True
-
-    def __init__(self, lengths: list[int], first: int = 2) -> None:
-        texts, self.tokens = texts_of(lengths, first)
-        self.tokenizer = Numbers(self.tokens.stop)
-        files = [StreamedFile(0, self.has_shares, partial(self.documents, texts[n::3])) for n in range(3)]
-        super().__init__(files, READERS, "numbers", lambda: Identity("numbers"))
-
-    @staticmethod
-    def documents(texts: list[str], share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str]:  # noqa: ARG004
-        return iter(texts[len(texts) * share // shares : len(texts) * (share + 1) // shares][start:])
+    def __init__(self, texts: Sequence[str], shards: int) -> None:
+        super().__init__(texts, "numbers")
+        self._borders = [0, 0, *(len(texts) * number // shards for number in range(1, shards + 1))]
+        self.shard_sizes = np.diff(self._borders).tolist()
 
 
-class WholeFiles(StreamedDocuments):
-    has_shares = False
+@dataclass(repr=False)
+class Source:
+    """Documents as a folder of tokens."""
+
+    folder: Path
+    texts: list[str]
+    trained: npt.NDArray[np.int64]
+    """The ids of all tokens but those of documents that are held out or excluded."""
+    first: int
+    """The first token that is not held out, which is no label where documents follow each other."""
+    left_out: int = 0
+    """Maximum number of tokens that are left out, by the log."""
+    changes: int = 0
+    """How often some were."""
 
 
-class Tokens:
-    """Stands for a folder of prepared data, whose tokens are ``first``, ``first + 1``, ..."""
+class Run:
+    """A run that is killed again and again, and resumes with other options."""
 
-    name = "tokens"
-    folder = SimpleNamespace(reads_ahead=False)
-    byte_scale = 1.0
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.choose = choose = random.Random(seed)
+        self.packs = choose.random() < 0.4
+        self.repeats = choose.random() < 0.3
+        self.held_out = choose.choice([0.0, 0.0, 0.3])
+        kinds = [choose.choice(list(KINDS)) for _ in range(choose.choice([1, 1, 2, 3]))]
+        self.is_large = "large" in kinds
+        choices = [(4, 8, 16), (8,)]
+        if "tiny" not in kinds:
+            choices += [(2, 4, 8), (8, 16, 32), (5, 8, 13, 33), (3, 7)]
+        self.lengths = choose.choice(choices)
+        excluded = choose.choice([0.0, 0.1])
+        sizes = [self.choose.choices(KINDS[kind][1], k=KINDS[kind][0]) for kind in kinds]
+        self.tokenizer = Numbers(2 + sum(map(sum, sizes)))
+        self.sources: list[Source] = []
+        self.excluded: list[str] = []
+        for number, lengths in enumerate(sizes):
+            self.add_source(folder / str(number), 2 + sum(map(sum, sizes[:number])), lengths, excluded)
+        self.options: dict[str, Any] = {
+            "packing": "best_fit" if self.packs else "cut",
+            "prefetch": 0,
+            "verify_gib": 0.0,
+        }
+        self.options["when_exhausted"] = "repeat" if self.repeats else "stop"
+        if self.excluded:
+            lines = [json.dumps({"text_hash": name}) + "\n" for name in self.excluded]
+            (folder / "exclude.jsonl").write_text("".join(lines))
+            self.options["exclude"] = str(folder / "exclude.jsonl")
+        self.saved: npt.NDArray[np.int64] | None = None
+        self.layout: LoaderLayout | None = None
+        size = self.tokenizer.vocab_size
+        self.labels, self.inputs, self.bytes = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size)
+        """By token: how often it was a label and in the input, and the bytes that it stood for."""
 
-    def __init__(self, size: int, first: int = 0) -> None:
-        self.tokens = range(first + 1, first + size)  # the first one is never a label
-        self.tokenizer = Numbers(first + size)
+    def add_source(self, folder: Path, first: int, lengths: Sequence[int], excluded: float) -> None:
+        """Write documents of ``lengths`` tokens, which are the numbers from ``first`` on."""
+        ends = np.cumsum([first, *lengths]).tolist()
+        documents = [np.arange(start, end) for start, end in itertools.pairwise(ends)]
+        texts = [self.tokenizer.decode(ids.tolist()) for ids in documents]
+        folder.mkdir()
+        tokenize(Sharded(texts, self.choose.choice([1, 2, 5])), self.tokenizer, LocalFolder(folder), processes=1)
+        kept = [ids for ids, text in zip(documents, texts, strict=True) if not is_held_out(text, self.held_out)]
+        named = [number for number in range(len(texts)) if self.choose.random() < excluded]
+        self.excluded += [text_hash(texts[number]) for number in named]
+        without = {int(documents[number][0]) for number in named}
+        trained = np.concatenate([ids for ids in kept if int(ids[0]) not in without])
+        self.sources.append(Source(folder, texts, trained, int(kept[0][0])))
 
-    def __len__(self) -> int:
-        return len(self.tokens) + 1
+    def resume(self, weights: Sequence[float]) -> list[DataLoader]:
+        """Loaders of some ranks, with another batch and sequence length; ``weights``: of the first sources."""
+        batch, seq_len = self.choose.choice((48, 96, 128) if self.is_large else (1, 2, 3, 4, 6, 12)), self.seq_len()
+        ranks = self.choose.choice([n for n in (1, 1, 2, 2, 3, 4) if batch % n == 0])
+        tables = [
+            SourceConfig(path=str(source.folder), weight=weight, held_out=self.held_out)
+            for source, weight in zip(self.sources, weights, strict=False)
+        ]
+        with captured_log() as log:
+            loaders = [
+                build_dataloader(
+                    DataConfig(sources=tuple(tables), **self.options),
+                    self.tokenizer,
+                    seq_len=seq_len,
+                    global_batch_size=batch,
+                    rows=range(batch * rank // ranks, batch * (rank + 1) // ranks),
+                    seed=5,
+                    device=torch.device("cpu"),
+                    drop_last=False,
+                    count_bytes=True,
+                    longest_seq_len=max(self.lengths),
+                )
+                for rank in range(ranks)
+            ]
+            for loader in loaders if self.saved is not None else ():
+                self.load(loader)
+        if self.layout is not None and self.layout.seq_len != seq_len:
+            # Each rank logs the same.
+            for number, windows in {match.groups() for line in log for match in LEFT_OUT.finditer(line)}:
+                tokens = self.layout.seq_len + self.packs
+                self.sources[int(number)].left_out += int(windows.replace(",", "")) * tokens
+                self.sources[int(number)].changes += 1
+        else:
+            assert "left out" not in "".join(log)
+        return loaders
 
-    def places_in(self, places: Collection[Place]) -> set[Place]:
-        return set(places)  # none is excluded
+    def seq_len(self) -> int:
+        """That of the run before, or another one."""
+        before = [] if self.layout is None else [self.layout.seq_len] * 3
+        return self.choose.choice([*before, *self.lengths])
 
-    def read(self, starts: Sequence[int], outs: Sequence[npt.NDArray[np.int64]]) -> None:
-        for start, out in zip(starts, outs, strict=True):
-            assert start + len(out) <= len(self)
-            out[:] = self.tokens.start - 1 + np.arange(start, start + len(out))
+    def load(self, loader: DataLoader) -> None:
+        assert self.saved is not None
+        assert self.layout is not None
+        if loader.layout == self.layout:
+            rows = self.saved[loader.rows.start : loader.rows.stop]
+            loader.load_state_dict({"rows": torch.from_numpy(rows)})
+        else:
+            known = len(self.layout.state_sizes)
+            loader.resume(self.saved, self.layout, [number < known for number in range(len(loader.streams))])
 
-    def streams(self, request: StreamRequest) -> list[TokenWindowStream]:
-        return [TokenWindowStream(self, request)] * len(request.rows)  # type: ignore[arg-type]
+    def train(self, loaders: list[DataLoader]) -> bool:
+        """Train some steps, and lose the last of them; return whether the data ended before."""
+        steps = self.choose.randrange(1, 40)
+        saved_after = max(0, steps - self.choose.choice([0, 0, 1, 5]))
+        for step in range(steps + 1):
+            if step <= saved_after:
+                self.saved = np.concatenate([loader.state_dict()["rows"].numpy() for loader in loaders])
+                self.layout = loaders[0].layout
+            if step == steps:
+                break
+            batches, ended = zip(*map(next_of_all_ranks, loaders), strict=True)
+            if all(ended) and all((batch.labels == IGNORE_INDEX).all() for batch in batches):
+                return step <= saved_after
+            if step < saved_after:
+                self.count(batches)
+        return False
 
+    def count(self, batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            assert batch.label_bytes is not None
+            known = batch.labels[batch.labels != IGNORE_INDEX].numpy()
+            np.add.at(self.labels, known, 1)
+            np.add.at(self.bytes, known, batch.label_bytes[batch.labels != IGNORE_INDEX].numpy())
+            np.add.at(self.inputs, batch.tokens.numpy(), 1)
 
-Source = Documents | StreamedDocuments | Tokens
-
-
-def loader_of(
-    sources: Source | Mapping[Source, float],
-    batch: int,
-    seq_len: int,
-    ranks: int,
-    rank: int,
-    longest: int,
-    *,
-    repeat: bool = False,
-) -> DataLoader:
-    """``sources``: one, or several with their weights."""
-    weights = sources if isinstance(sources, Mapping) else {sources: 1.0}
-    rows = range(batch * rank // ranks, batch * (rank + 1) // ranks)
-    readers = number_of_readers(READERS, batch)
-    requests = [
-        StreamRequest(source.tokenizer, seq_len, batch, rows, readers, 5, repeat, longest_seq_len=longest)  # type: ignore[arg-type]
-        for source in weights
-    ]
-    return DataLoader(
-        [source.streams(request) for source, request in zip(weights, requests, strict=True)],
-        Mixture(list(weights.values())),
-        rows,
-        seq_len=seq_len,
-        global_batch_size=batch,
-        prefetch=0,
-        drop_last=False,
-        device=torch.device("cpu"),
-        max_readers=READERS,
-    )
-
-
-def labels_of_chain(
-    source: Source, random_numbers: random.Random, lengths: Sequence[int], other: Source | None = None
-) -> tuple[dict[int, int], int]:
-    """How often each token is a label in runs with other batches, lengths and ranks, each after the one before, until
-    ``source`` ends; and the number of changes of the length.
-
-    ``other``: a source that a part of the runs has too, some of them without ``source``, which then keeps its position.
-    """
-    labels: Counter[int] = Counter()
-    saved, layout, changes = None, None, 0
-    is_streamed = isinstance(source, StreamedDocuments)
-    while True:
-        batch = random_numbers.choice([4, 8, 12, 16] if is_streamed else [1, 2, 3, 4, 6, 7, 12])
-        seq_len = random_numbers.choice(lengths)
-        ranks = random_numbers.choice([n for n in (1, 2, 3, 4) if (READERS if is_streamed else batch) % n == 0])
-        weights = random_numbers.choice([{source: 1.0}] if other is None else mixtures(source, other))
-        loaders = [loader_of(weights, batch, seq_len, ranks, rank, max(lengths)) for rank in range(ranks)]
-        if saved is not None and layout is not None:
-            changes += seq_len != layout.seq_len
-            for loader in loaders:
-                loader.resume(saved, layout, [number < len(layout.state_sizes) for number in range(len(weights))])
-        for _ in range(random_numbers.randrange(1, 9)):
-            batches = [next(loader, None) for loader in loaders]
-            if not any(batches):
-                if len(weights) > 1:  # a step had rows of a source that has ended alone
-                    other = None
-                    break
-                del labels[IGNORE_INDEX]
-                return labels, changes
-            for found in filter(None, batches):  # the loaders of a run end together; these do not communicate
-                labels.update(found.labels.flatten().tolist())
-        saved = np.concatenate([loader.state_dict()["rows"].numpy() for loader in loaders])
-        layout = loaders[0].layout
+    def train_to_the_end(self) -> None:
+        """Train until each source has ended, or for some time if they are repeated."""
+        left, known, mixed = list(range(len(self.sources))), 1, True
+        for _ in range(12 if self.repeats else 10**9):
+            known = self.choose.randrange(known, len(self.sources) + 1)
+            if not mixed:
+                known = max(known, left[0] + 1)
+            weights = [self.choose.choice((0.0, 0.3, 1.0)) if number in left else 0.0 for number in range(known)]
+            if not mixed or not any(weights):
+                weights = [float(number == left[0]) for number in range(max(known, left[0] + 1))]
+            mixed = True
+            if self.train(self.resume(weights)):
+                # One source has ended; or several have a part in this run, of which one may have more.
+                mixed = sum(weight > 0 for weight in weights) == 1
+                if mixed:
+                    left.remove(next(number for number, weight in enumerate(weights) if weight))
+            if not left:
+                return
 
 
-def mixtures(source: Source, other: Source) -> list[dict[Source, float]]:
-    return [{source: 1.0}, {source: 1.0, other: 0.5}, {source: 0.0, other: 1.0}]
+def next_of_all_ranks(loader: DataLoader) -> tuple[Batch, bool]:
+    """The next batch of a rank, also if the data of its rows have ended, because other ranks may have more; and whether
+    they have ended."""
+    ended = False
+
+    def agreed(loader: DataLoader) -> list[int]:
+        nonlocal ended
+        failed, late, _, ended = AGREED(loader)
+        return [failed, late, 1, 0]
+
+    with patch.object(DataLoader, "_agreed", agreed):
+        return next(loader), ended
+
+
+def epochs_of(run: Run, number: int) -> int:
+    """Number of epochs of a source that have begun."""
+    assert run.saved is not None
+    assert run.layout is not None
+    if number >= len(run.layout.state_sizes):
+        return 0
+    loader = run.resume([float(n == number) for n in range(len(run.layout.state_sizes))])[0]
+    stream = loader.streams[number]
+    assert isinstance(stream, TokenStream)
+    return -(-int(loader.state_dict()["rows"][0, 1 + number]) // stream._of_epoch)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("kind", [Documents, DividedDocuments, StreamedDocuments, WholeFiles])
-def test_every_token_of_text_is_trained_on_once(
-    kind: type[Documents] | type[StreamedDocuments], mixed: bool, seed: int
-) -> None:
-    random_numbers = random.Random(seed)
-    source = kind([random_numbers.choice([1, 2, 7, 20, 90]) for _ in range(random_numbers.randrange(20, 80))])
-    other = kind([random_numbers.choice([3, 30]) for _ in range(20)], source.tokens.stop) if mixed else None
-    counts, _ = labels_of_chain(source, random_numbers, [5, 8, 16, 33], other)
-    assert {counts[token] for token in source.tokens} == {1}
+def test_every_token_is_trained_on_once(tmp_path: Path, seed: int) -> None:
+    run = Run(tmp_path, seed)
+    run.train_to_the_end()
+    never = np.ones(run.tokenizer.vocab_size, dtype=bool)
+    never[FILLER] = False
+    for source in run.sources:
+        never[source.trained] = False
+    assert not run.labels[never].any(), "of documents that are held out or excluded"
+    assert not run.inputs[never].any()
+    for number, source in enumerate(run.sources):
+        labels, inputs = run.labels[source.trained], run.inputs[source.trained]
+        most = epochs_of(run, number) if run.repeats else 1
+        border = 0  # tokens at the ends of blocks that are no multiple of some length
+        if not run.packs and any(length & (length - 1) for length in run.lengths):
+            border = max(run.lengths) * (len(source.trained) // block_size(len(source.trained), max(run.lengths)))
+        assert (labels - most).clip(0).sum() <= border
+        if run.repeats:
+            continue
+        is_read = labels > 0
+        if run.packs:
+            is_read |= inputs > 0  # the first token of a window has no loss
+        missing = int((~is_read & (source.trained != source.first)).sum())
+        assert missing <= source.left_out + border
+        if not border and not run.packs and not run.excluded and source.left_out:
+            assert missing > source.left_out - source.changes * max(run.lengths)  # the last window is not full
+        if not source.left_out and not run.packs:  # the sizes of the documents, in UTF-8
+            for text in source.texts:
+                ids = run.tokenizer.ids_of(text)
+                if run.labels[ids].all():
+                    assert run.bytes[ids].sum() == pytest.approx(len(text))
 
 
 @pytest.mark.parametrize("batch", [1, 5, 8])
-def test_stop_trains_on_every_whole_batch(batch: int) -> None:
-    source = Documents(random.Random(1).choices([1, 40, 900], k=60))
-    tokens = len(source.tokens) + 2 * 60
-    batches = list(loader_of(source, batch, 10, 1, 0, 10))
-    assert sum(bool((found.labels != IGNORE_INDEX).all()) for found in batches) == (tokens - 1) // (batch * 10)
-
-
-@pytest.mark.parametrize("documents", [1, 2, 3])
-def test_rest_of_each_document_is_not_all_the_text(documents: int) -> None:
-    """The one row of the smaller batch begins with what eight rows have left of a few documents."""
-    source = Documents([1000] * documents)
-    old, new = (loader_of(source, batch, 10, 1, 0, 10, repeat=True) for batch in (8, 1))
-    for _ in range(100):
-        next(old)
-    new.resume(old.state_dict()["rows"].numpy(), old.layout, [True])
-    for _ in range(200):
-        next(new)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("lengths", [(4, 8, 32), (3, 7, 10)])
-def test_only_open_groups_of_prepared_data_are_left_out(lengths: tuple[int, ...], mixed: bool, seed: int) -> None:
-    random_numbers = random.Random(seed)
-    source = Tokens(random_numbers.randrange(3000, 30000))
-    other = Tokens(random_numbers.randrange(300, 3000), len(source)) if mixed else None
-    counts, changes = labels_of_chain(source, random_numbers, lengths, other)
-    block = block_size(len(source), max(lengths))
-    groups = WindowOrder(len(source) - 1, max(lengths), block, 0).groups
-    group = -(-len(source) // block // groups) * block
-    border = 0 if max(lengths) in (4, 8, 32) else max(lengths) * (len(source) // block)
-    assert sum(counts[token] > 1 for token in source.tokens) <= border
-    assert sum(counts[token] == 0 for token in source.tokens) <= changes * group + border + max(lengths)
-
-
-def test_order_of_prepared_data_mixes_places_and_differs_by_epoch() -> None:
-    """Neighbors in the order are from anywhere; an epoch has each window; epochs have other orders."""
-    order = WindowOrder(2**20, 16, block_size(2**20, 16), 7)
-    epochs = [np.array([order.start(epoch, number) for number in range(order.windows)]) for epoch in (0, 1)]
-    for starts in epochs:
-        assert set(starts.tolist()) == set(range(0, 2**20, 16))
-        assert abs(np.corrcoef(starts[:-1], starts[1:])[0, 1]) < 0.1
-        assert (np.diff(starts) == 16).mean() < 0.01
-    assert abs(np.corrcoef(*epochs)[0, 1]) < 0.01
-
-
-@pytest.mark.parametrize("targets", [200_000, 2_000_000, 20_000_000, 100_000_000, 1_000_000_000, 10_000_000_000])
-@pytest.mark.parametrize(("seq_len", "batch", "longest"), [(128, 32, 128), (1024, 64, 8192), (2048, 256, 2048)])
-def test_batches_of_sorted_prepared_data_are_as_even_as_independent_rows(
-    targets: int, seq_len: int, batch: int, longest: int
-) -> None:
-    """Of data sorted by ten topics, the share of a topic in a batch deviates as that of independent rows does.
-
-    Neighbors are negatively correlated where few batches make a group: then together they are more even than that.
-    """
-    order = WindowOrder(targets, seq_len, block_size(targets, longest), 7)
-    batches = min(300, order.windows // batch)
-    if batches < 20:
-        pytest.skip("too few batches")
-    starts = np.array([order.start(0, number) for number in range(batches * batch)])
-    topics = (starts * 10 // targets).reshape(batches, batch)
-    shares = np.array([np.bincount(row, minlength=10) / batch for row in topics])
-    deviation = np.sqrt(np.mean((shares - 0.1) ** 2)) / np.sqrt(0.1 * 0.9 / batch)
-    neighbors = np.mean([np.corrcoef(shares[:-1, topic], shares[1:, topic])[0, 1] for topic in range(10)])
-    assert 0.8 < deviation < 1.1
-    assert neighbors < 0.1
+@pytest.mark.parametrize("packs", [False, True])
+def test_stop_trains_on_every_whole_batch(tmp_path: Path, packs: bool, batch: int) -> None:
+    """With ``drop_last``, as training does, rows that do not fill a batch are left out."""
+    lengths = random.Random(1).choices([1, 40, 900], k=60)
+    texts = [
+        " ".join(map(str, range(end - length, end))) for length, end in zip(lengths, np.cumsum(lengths), strict=True)
+    ]
+    tokenizer = Numbers(sum(lengths))
+    tokenize(Sharded(texts, 3), tokenizer, LocalFolder(tmp_path), processes=1)
+    config = DataConfig(path=str(tmp_path), prefetch=0, when_exhausted="stop", packing="best_fit" if packs else "cut")
+    found = []
+    for drop_last in (False, True):
+        loader = build_dataloader(
+            config,
+            tokenizer,
+            seq_len=10,
+            global_batch_size=batch,
+            rows=range(batch),
+            seed=5,
+            device=torch.device("cpu"),
+            drop_last=drop_last,
+        )
+        found.append([batch.labels for batch in loader])
+    whole, last = found
+    if not packs:
+        assert len(whole) == -(-(sum(lengths) - 1) // (batch * 10))
+        assert len(last) == (sum(lengths) - 1) // (batch * 10)
+    assert len(whole) - len(last) in (0, 1)
+    assert all(map(torch.equal, whole, last))
+    seen = torch.cat(whole).flatten()
+    assert seen[seen != IGNORE_INDEX].unique(return_counts=True)[1].max() == 1

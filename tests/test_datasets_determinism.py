@@ -7,14 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 
 from torchtrain.config.schema import DataConfig, SourceConfig
 
-SOURCES = [
-    *("jsonl", "txt", "standard library", "prepared", "streamed jsonl", "streamed parquet", "downloaded", "mix"),
-    "mix read once",
-]
+SOURCES = ["jsonl", "txt", "standard library", "tokens", "packed", "mix", "mix read once"]
 STEPS = 50
 
 
@@ -23,24 +20,15 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataConfig]:
     folder = tmp_path_factory.mktemp("sources")
     jsonl = write_jsonl(folder / "a.jsonl", DOCUMENTS)
     (folder / "b.txt").write_text("".join(f"line {n * n % 9973}\n" for n in range(120_000)))
-    prepared = write_prepared(folder / "prepared", jsonl)
-    hub = write_hub_folder(folder / "hub", DOCUMENTS, files=3)
-    hub_parquet = write_hub_folder(folder / "hub_parquet", DOCUMENTS, files=5, kind="parquet")
+    tokens = write_tokens(folder / "tokens", jsonl)
     return {
         "jsonl": DataConfig(path=jsonl),
         "txt": DataConfig(path=str(folder / "b.txt")),
         "standard library": DataConfig(),
-        "prepared": DataConfig(path=prepared),
-        "streamed jsonl": DataConfig(name=hub),
-        "streamed parquet": DataConfig(name=hub_parquet, streams=4),
-        "downloaded": DataConfig(name=hub, download=True),
+        "tokens": DataConfig(path=tokens),
+        "packed": DataConfig(path=jsonl, packing="best_fit"),
         "mix": DataConfig(
-            sources=(
-                SourceConfig(path=jsonl, weight=2),
-                SourceConfig(path=prepared, weight=0.5),
-                SourceConfig(name=hub_parquet, weight=1),
-            ),
-            streams=4,
+            sources=(SourceConfig(path=jsonl, weight=2, held_out=0.1), SourceConfig(path=tokens, weight=0.5))
         ),
         "mix read once": DataConfig(
             sources=(SourceConfig(type="standard_library"), SourceConfig(path=str(folder / "b.txt"), weight=0.5)),
@@ -90,41 +78,16 @@ def test_resume_at_random_steps_with_other_degrees_gives_the_same_rows(
                 loader.close()
 
 
-def test_each_epoch_of_prepared_data_has_every_window_once(configs: dict[str, DataConfig]) -> None:
+def test_each_epoch_has_every_window_once(configs: dict[str, DataConfig]) -> None:
     expected = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]
     stream = [token for document in expected for token in document]
     windows = (len(stream) - 1) // 32
     assert windows % 9  # epochs end within a batch
-    tokens = take(make_loader(configs["prepared"], range(9), batch=9), 3 * windows // 9 + 1).flatten(0, 1).tolist()
+    tokens = take(make_loader(configs["jsonl"], range(9), batch=9), 3 * windows // 9 + 1).flatten(0, 1).tolist()
     epochs = [tokens[n * windows : (n + 1) * windows] for n in range(3)]
     for epoch in epochs:
         assert sorted(epoch) == sorted(stream[n * 32 : (n + 1) * 32] for n in range(windows))
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
-
-
-def test_each_epoch_of_streamed_data_has_every_document_once(configs: dict[str, DataConfig]) -> None:
-    config = replace(configs["streamed parquet"], when_exhausted="stop")
-    rows: list[list[int]] = [[] for _ in range(8)]
-    for batch in make_loader(config, drop_last=False):
-        for row, labels in zip(rows, batch.labels, strict=True):
-            row += labels[labels != -100].tolist()
-    # Every token is a label once, except the first of each of the 4 streams.
-    expected = [token for text in DOCUMENTS for token in TOKENIZER.encode(text, bos=True, eos=True)]
-    seen = [token for row in rows for token in row]
-    assert sorted(seen + [TOKENIZER.bos_id] * 4) == sorted(expected)
-
-
-def test_row_on_its_own_rank_ends_like_the_row_of_a_full_batch(configs: dict[str, DataConfig]) -> None:
-    config = replace(configs["streamed parquet"], when_exhausted="stop")
-    full = list(make_loader(config, range(4), batch=4, drop_last=False))
-    assert (full[-1].labels == -100).any()
-    for row in range(4):
-        loader = make_loader(config, range(row, row + 1), batch=4, drop_last=False)
-        for batch, own in zip(full, loader, strict=False):  # a rank with one row ends when that row does
-            assert own.tokens.min() >= 0
-            known = own.labels != -100
-            assert torch.equal(own.tokens[known], batch.tokens[[row]][known])
-            assert torch.equal(own.labels, batch.labels[[row]])
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 3, 1.5, 0.5)])
@@ -144,7 +107,7 @@ def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...])
 
 
 def test_data_end_when_the_first_source_is_exhausted(tmp_path: Path) -> None:
-    small = write_prepared(tmp_path / "small", write_jsonl(tmp_path / "small.jsonl", DOCUMENTS[:20]))
+    small = write_jsonl(tmp_path / "small.jsonl", DOCUMENTS[:20])
     large = write_jsonl(tmp_path / "large.jsonl", DOCUMENTS * 20)
     sources = (SourceConfig(path=small), SourceConfig(path=large))
     tokens = sum(len(TOKENIZER.encode(text, bos=True, eos=True)) for text in DOCUMENTS[:20])
@@ -155,10 +118,10 @@ def test_data_end_when_the_first_source_is_exhausted(tmp_path: Path) -> None:
 
 
 def test_each_source_has_its_own_order(configs: dict[str, DataConfig]) -> None:
-    same = SourceConfig(path=configs["prepared"].path)
+    same = SourceConfig(path=configs["jsonl"].path)
     first, second = make_loader(DataConfig(sources=(same, same), prefetch=0)).streams
     windows = np.zeros((2, 200, 33), dtype=np.int64)
-    for stream, found in zip((first[0], second[0]), windows, strict=True):
-        stream.fill(list(found), range(200))
+    for stream, found in zip((first, second), windows, strict=True):
+        stream.fill(range(200), list(found), range(200))
     assert {row.tobytes() for row in windows[0]} & {row.tobytes() for row in windows[1]}  # both read the same text
     assert (windows[0] != windows[1]).any(axis=1).mean() > 0.9

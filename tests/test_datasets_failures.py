@@ -1,12 +1,7 @@
-"""Failures while reading data are counted, retried, or raised as the same error on all ranks at the same step."""
+"""Failures while reading data are raised as the same error on all ranks at the same step."""
 
 import _thread
-import errno
-import gzip
-import json
-import logging
 import os
-import pickle
 import signal
 import socket
 import threading
@@ -17,40 +12,41 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 import torch.distributed as dist
-from data_samples import DOCUMENTS, make_loader, opened_text, take, write_hub_folder, write_jsonl
+from data_samples import DOCUMENTS, make_loader, take, write_jsonl
 from forked_run import ForkedRun
-from fsspec.implementations.local import LocalFileSystem
 from gloo_pool import GlooPool
 
-from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, text_sources
+from torchtrain.config.schema import DataConfig
+from torchtrain.datasets.data_source import Stream, Tokens
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, DataError, StorageError, TorchtrainError
-from torchtrain.plugins.remote_data import hub, remote_files
 
 
-class Windows:
+class Windows(Stream):
     """A stream of constant windows; ``fail_at`` raises, ``end_at`` ends it, each window takes ``pause`` seconds."""
 
-    state: tuple[int, ...] = ()
-    reads_ahead = False
+    state = np.empty((1, 0), dtype=np.int64)
 
     def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
         self.fail_at, self.end_at, self.pause = fail_at, end_at, pause
 
-    def fill(self, windows: Sequence[npt.NDArray[np.int64]], indices: Sequence[int]) -> list[int]:
-        return [self.fill_one(window, index) for window, index in zip(windows, indices, strict=True)]
+    def fill(
+        self,
+        rows: Sequence[int],
+        windows: Sequence[Tokens],
+        windows_drawn: Sequence[int],
+        sizes: object = None,  # noqa: ARG002
+    ) -> list[int]:
+        return [self.fill_one(window, drawn) for _, window, drawn in zip(rows, windows, windows_drawn, strict=True)]
 
-    def fill_one(self, window: npt.NDArray[np.int64], index: int) -> int:
+    def fill_one(self, window: Tokens, index: int) -> int:
         time.sleep(self.pause)
         if index // 2 == self.fail_at:
             raise OSError("the disk is gone")
@@ -64,7 +60,7 @@ def make_stream_loader(
     stream: Windows, row: int, prefetch: int = 4, drop_last: bool = True, timeout: timedelta | None = None
 ) -> DataLoader:
     loader = DataLoader(
-        [[stream]],
+        [stream],
         Mixture([1.0]),
         range(row, row + 1),
         seq_len=4,
@@ -156,117 +152,8 @@ def test_closed_loader_leaves_no_thread(tmp_path: Path) -> None:
     assert "data" not in [thread.name for thread in set(threading.enumerate()) - before]
 
 
-@pytest.fixture
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    return slept
-
-
-class Remote:
-    """A streamed dataset of one file. ``next`` lists the outcomes of the next range requests: an error, or None."""
-
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
-        self.name = write_hub_folder(folder / "hub", DOCUMENTS, files=1)
-        self.source = opened_text(DataConfig(name=self.name), 2)
-        self.documents = list(self.source.read(0, 0))
-        self.next: list[Exception | None] = []
-        fetch = LocalFileSystem.cat_file
-
-        def fail(file_system: Any, path: str, **limits: int) -> bytes:
-            if self.next and (error := self.next.pop(0)):
-                raise error
-            return fetch(file_system, path, **limits)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(remote_files, "RANGE_BYTES", 256)
-        monkeypatch.setattr(file_formats, "_BLOCK_BYTES", 256)
-        monkeypatch.setattr(LocalFileSystem, "cat_file", fail)
-
-
-@pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
-    return Remote(tmp_path, monkeypatch)
-
-
-def test_transient_errors_are_retried(remote: Remote, pauses: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    logging.getLogger("torchtrain").addHandler(caplog.handler)
-    reset, broken = ConnectionError("reset"), OSError(errno.EIO, "Input/output error")
-    remote.next = [reset, None, None, reset, broken, reset]
-    assert list(remote.source.read(0, 0)) == remote.documents
-    assert not remote.next
-    assert pauses == [1, 1, 2, 4]  # the delays start over after a range was read
-    assert "train-0.jsonl: next attempt in 4 s: reset" in caplog.text
-
-
-def test_persistent_error_names_the_source_and_the_position(remote: Remote, pauses: list[float]) -> None:
-    remote.next = [None, None, *[ConnectionError("reset")] * 99]
-    place = r"at file 0 of 1, part 0 of 2, document [1-9]\d*"
-    message = rf"cannot continue to read data.name = '{remote.name}' .* {place}: .*reset"
-    with pytest.raises(StorageError, match=message):
-        list(remote.source.read(0, 0))
-    assert StorageError.exit_code == 74  # the command may be repeated later
-    assert pauses == list(text_sources.PAUSES_SECONDS)
-    assert sum(pauses) > 200
-
-
-def test_permanent_error_is_not_retried(remote: Remote, pauses: list[float]) -> None:
-    """Nor is it taken for a part without text, in which lines are not missed."""
-    remote.next = [None, ValueError("bad bytes")]
-    with pytest.raises(DataError, match="bad bytes"):
-        list(remote.source.read(0, 0))
-    assert pauses == []
-
-
-def test_transient_error_of_the_cache_is_retried(monkeypatch: pytest.MonkeyPatch) -> None:
-    pickled = pickle.dumps(datasets.Dataset.from_dict({"text": DOCUMENTS}))
-    loads, failures = pickle.loads, [errno.EIO, errno.ESTALE]
-
-    def fail(content: bytes) -> Any:
-        if failures:
-            raise OSError(failures.pop(), "does not answer")
-        return loads(content)
-
-    monkeypatch.setattr("torchtrain.plugins.remote_data.hub.pickle.loads", fail)
-    monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
-    source = hub.open_downloaded(SourceConfig(name="org/a"), "it", pickled)
-    assert list(source.read_all(range(source.parts))) == DOCUMENTS
-
-
-def test_skipped_documents_are_counted_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("torchtrain")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    path = write_jsonl(tmp_path / "a.jsonl", [*DOCUMENTS, None, 7, None, None, {}, "", ""])
-    take(make_loader(DataConfig(path=path, prefetch=0), range(1), batch=1), 150)
-    for count in (1, 2, 4):
-        assert f"skipped {count} document(s) so far that are empty, null or not text" in caplog.text
-
-
-def test_path_may_be_a_glob_pattern(tmp_path: Path) -> None:
-    for number in range(3):
-        with gzip.open(tmp_path / f"part-{number}.jsonl.gz", "wt") as file:
-            file.write(json.dumps({"text": f"document {number} " * 30}) + "\n")
-    (tmp_path / "notes.txt").write_text("no data")
-    config: Any = DataConfig(path=str(tmp_path / "part-*.jsonl.gz"), prefetch=0)
-    assert take(make_loader(config, range(3), batch=3), 1).shape == (1, 3, 32)
-    with pytest.raises(DataError, match=r"no-such-\*.jsonl' does not exist"):
-        make_loader(DataConfig(path=str(tmp_path / "no-such-*.jsonl")))
-
-
-def test_position_of_another_number_of_streams_is_rejected(tmp_path: Path) -> None:
-    """Otherwise rows that shared a stream would continue with the same documents."""
-    hub = write_hub_folder(tmp_path / "hub", DOCUMENTS, files=3)
-    for streams in (2, 4):
-        saved = make_loader(DataConfig(name=hub, streams=streams, prefetch=0)).state_dict()
-        for other in (DataConfig(name=hub, streams=8, prefetch=0), DataConfig(path=hub, prefetch=0)):
-            with pytest.raises(DataError, match=r"resume with the same data.streams and data.download"):
-                make_loader(other).load_state_dict(saved)
-    with pytest.raises(DataError, match="is not one of 2 streams"):
-        make_loader(DataConfig(name=hub, streams=2, prefetch=0)).load_state_dict(saved)
-
-
 class UnreachableHub(Windows):
-    def fill(self, *_: object) -> list[int]:
+    def fill(self, *_: object) -> list[int]:  # type: ignore[override]
         raise StorageError("the hub does not answer")
 
 
@@ -360,7 +247,7 @@ def own_folder(folder: Path) -> None:
     ("second", "found"),
     [
         (None, "data.path = 'text.jsonl' does not exist"),
-        ([*DOCUMENTS[:-1], "another"], "sees other data (1 file(s) of "),
+        ([*DOCUMENTS[:-1], "another"], "sees other data ("),
         ([7], "holds int, not text"),
     ],
     ids=["missing", "different", "no text"],

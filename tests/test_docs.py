@@ -38,9 +38,9 @@ COMMANDS = [
     "NGPU=2 ./run_llama_train.sh --training.local_batch_size 4 --job.dump_folder outputs/two_ranks",
     "python scripts/plot.py outputs/debug_model outputs/two_ranks -o curves.png",
     "./run_llama_train.sh --data.path my_texts.jsonl --data.text_column text --job.dump_folder outputs/my_texts",
-    "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output prepared",
-    "./run_llama_train.sh --data.path prepared --job.dump_folder outputs/prepared",
-    "python -m torchtrain.prepare --prepare.output prepared --prepare.verify",
+    "python -m torchtrain.prepare --data.path my_texts.jsonl --prepare.output tokens",
+    "./run_llama_train.sh --data.path tokens --job.dump_folder outputs/tokens",
+    "python -m torchtrain.prepare --prepare.output tokens --prepare.verify",
     "python scripts/docs/document_config.py",
     "python -m torchtrain.check 32 --job.config_file train_configs/debug_model.toml --training.steps 50000",
     "python -m torchtrain",
@@ -58,6 +58,8 @@ ON_A_LAPTOP = "tests/plugins/replicas/test_replicas.py runs it"
 # Commands that are not run, and the reason.
 LISTED = {
     "python -m torchtrain": "test_terminal.py",
+    "python -m torchtrain.cache": "test_token_cache.py",
+    "python -m torchtrain.cache --clear": "test_token_cache.py",
     "export PYTHONPATH=.": OWN_MODEL,
     "pip install -e scripts/families": "tests/test_example_families.py lays out the files of an installation",
     "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "test_example_families.py: shorter",
@@ -105,6 +107,7 @@ LISTED = {
     "pip install -e '.[dev]' -c constraints.txt && pytest -n 3 --dist loadfile": "run by .ci/run",
     "ruff check . && ruff format --check . && mypy && pytest -n 3 --dist loadfile": "run by .ci/run",
     "pytest -m slow": "takes minutes; run by hand",
+    "pytest -n 3 --dist loadfile --write_durations": "the default suite; run by hand",
     "pytest -m gpu": "needs a GPU",
     "scripts/make_wheels.sh": ("needs a package index"),
     "python scripts/benchmarks/measure_kernels.py": "needs a GPU; part of the dry run of first_hour.sh",
@@ -120,12 +123,6 @@ LISTED = {
     "python scripts/benchmarks/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     "python scripts/benchmarks/benchmark.py --only vocabulary": "takes minutes",
     "python scripts/benchmarks/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
-    "python -m torchtrain.prepare --data.path my_texts.jsonl --data.held_out 0.001 --prepare.output prepared": (
-        "test_held_out.py, with a larger share"
-    ),
-    "./run_llama_train.sh --data.path prepared --data.held_out 0.001 --job.dump_folder outputs/prepared": (
-        "test_held_out.py, with a larger share"
-    ),
     "python scripts/benchmarks/benchmark_metrics.py --steps 150": "takes minutes",
     "python scripts/benchmarks/family_parity.py": "takes a minute; slow tests of test_family_parity.py",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
@@ -228,14 +225,14 @@ LISTED = {
     "tokenizer.model": "needs a GPU",
     "NGPU=8 ./run_llama_train.sh --parallelism.tensor_parallel_degree 2 --parallelism.pipeline_parallel_degree 2 "
     "--job.dump_folder outputs/eight_ranks": ("needs 8 GPUs; tests/test_parallelism.py has the layouts"),
-    "./run_llama_train.sh --data.path s3://my-bucket/prepared --job.dump_folder outputs/s3": "needs a bucket; "
+    "./run_llama_train.sh --data.path s3://my-bucket/tokens --job.dump_folder outputs/s3": "needs a bucket; "
     "test_object_store_data.py reads such data from a local server",
     "./run_llama_train.sh --data.path s3://my-bucket/texts --remote_data.cache_folder /local/cache "
     "--remote_data.cache_gib 500": "needs a bucket; test_range_cache.py reads by URL with a cache",
     'sbatch --array 0-63 --cpus-per-task 32 --wrap "python -m torchtrain.prepare --data.path /data/texts '
-    '--prepare.output /data/prepared"': "needs a cluster; test_prepare.py divides the work in the same way",
+    '--prepare.output /data/tokens"': "needs a cluster; test_prepare.py divides the work in the same way",
     "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "
-    "--prepare.output s3://my-bucket/prepared": "needs Ray and a bucket; test_prepare_ray.py runs it locally",
+    "--prepare.output s3://my-bucket/tokens": "needs Ray and a bucket; test_prepare_ray.py runs it locally",
     "pip install -e '.[ray]' -c constraints.txt": "needs a package index",
     "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
     "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",

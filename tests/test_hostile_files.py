@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from data_samples import DOCUMENTS, make_loader, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl, write_tokens
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from torchtrain.checkpoint import outputs
@@ -42,6 +42,8 @@ from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.config.schema import DataConfig, ModelConfig, ModelOverrides
 from torchtrain.datasets.data_identity import from_json
 from torchtrain.datasets.file_formats import documents
+from torchtrain.datasets.token_dataset import TokenDataset
+from torchtrain.datasets.token_folder import COLUMNS, LocalFolder
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, DataError, TokenizerError
 from torchtrain.metrics.history import read_run, validation_losses
@@ -51,8 +53,6 @@ from torchtrain.plugins.comparison.runs import open_run
 from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import _files as weight_files
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
-from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 
 ROOT = Path(__file__).parent.parent
 DEEP = b"[" * 200_000
@@ -202,52 +202,65 @@ def test_compressed_piece_is_not_expanded(entry: str) -> None:
 
 SMALL = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "vocab_size": 512, "max_position_embeddings": 64}
-MANIFESTS: dict[str, Any] = {
-    "tokens": ("shards", None),
-    "vocabulary": ("vocab_size", "x"),
-    "format": ("format", "\x1b[31m"),
-    "hash": ("tokenizer_hash", 7),
-    "unknown": ("other", 1),
-    "shards": ("shards", {"a": 1}),
+MANIFESTS: dict[str, dict[str, Any]] = {
+    "shards": {"shards": None},
+    "no shards": {"shards": []},
+    "shard": {"shards": [{"tokens": None}]},
+    "table": {"shards": {"a": 1}},
+    "vocabulary": {"vocab_size": "x"},
+    "no vocabulary": {"vocab_size": 0},
+    "small vocabulary": {"vocab_size": 3},
+    "large vocabulary": {"vocab_size": 5000},
+    "huge vocabulary": {"vocab_size": 10**400},
+    "format": {"format": "\x1b[31m"},
+    "old format": {"format": 1},
+    "hash": {"tokenizer_hash": 7},
+    "unknown": {"other": 1},
+}
+SHARDS: dict[str, dict[str, Any]] = {
+    "negative": {"documents": -1},
+    "large": {"documents": 10**400},
+    "documents without tokens": {"documents": 10**15, "tokens": 7},
+    "skipped": {"skipped": 1.5},
+    "name": {"name": "../secret"},
+    "numbers": {"numbers": [1, -1]},
+    "text as numbers": {"numbers": "many"},
+    "names": {"not_utf8": 7},
+    "hashes": {"tokens_hash": [1]},
 }
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("prepared")
-    write_prepared(folder / "data", write_jsonl(folder / "a.jsonl", DOCUMENTS))
-    return folder / "data"
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tokens, which must not be changed."""
+    folder = tmp_path_factory.mktemp("tokens")
+    return Path(write_tokens(folder / "data", write_jsonl(folder / "a.jsonl", DOCUMENTS)))
 
 
-def open_copy(prepared: Path, folder: Path, manifest: bytes) -> None:
-    for file in prepared.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    (folder / "manifest.json").write_bytes(manifest)
-    source = TokenizedDataset(open_folder(str(folder)), load_tokenizer().content_hash, 0, "the data")
-    source.read([0], [torch.zeros(8, dtype=torch.int64).numpy()])
+def use_tokens(folder: Path) -> None:
+    """Open a folder, and do with it what runs and torchtrain.explain do."""
+    next(make_loader(DataConfig(path=str(folder), prefetch=0, verify_gib=0), range(1), batch=1))
+    source = TokenDataset(LocalFolder(folder), TOKENIZER.content_hash, 0, f"data.path = '{folder}'")
+    for index, number, *_ in source.documents_in(0, len(source)):
+        source.describe(index, number)
+        source.text_hash(index, number)
+    source.document_starts()
 
 
-@pytest.mark.parametrize("kind", [*MANIFESTS, "nested", "twice", "negative", "large", "name", "small vocabulary"])
-def test_crafted_manifest_of_prepared_data_is_a_data_error(prepared: Path, tmp_path: Path, kind: str) -> None:
-    content = json.loads((prepared / "manifest.json").read_bytes())
-    if kind in MANIFESTS:
-        key, value = MANIFESTS[kind]
-        content[key] = value
-    shard = content["shards"][0] if isinstance(content["shards"], list) else {}
-    if kind == "tokens":
-        content["shards"] = [{"tokens": None}]
+@pytest.mark.parametrize("kind", [*MANIFESTS, *SHARDS, "nested", "twice", "shard by number"])
+def test_crafted_manifest_of_tokens_is_a_data_error(tokens: Path, tmp_path: Path, kind: str) -> None:
+    shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
+    use_tokens(tmp_path)
+    content = json.loads((tokens / "manifest.json").read_bytes()) | MANIFESTS.get(kind, {})
+    if kind in SHARDS:
+        content["shards"][0] |= SHARDS[kind]
     elif kind == "twice":
-        content["shards"] += [shard] * 2
-    elif kind == "negative":
-        shard["documents"] = -1
-    elif kind == "large":
-        shard["token_bytes"] = 10**400
-    elif kind == "name":
-        shard["name"] = "../secret"
-    elif kind == "small vocabulary":
-        content["vocab_size"] = 3
-    with pytest.raises(DataError, match=r"^the data(:| has) ") as error:
-        open_copy(prepared, tmp_path, DEEP if kind == "nested" else json.dumps(content).encode())
+        content["shards"] *= 2
+    elif kind == "shard by number":
+        content["shards"] = [7]
+    (tmp_path / "manifest.json").write_bytes(DEEP if kind == "nested" else json.dumps(content).encode())
+    with pytest.raises(DataError, match=rf"^data.path = '{tmp_path}'(:| has| was) ") as error:
+        use_tokens(tmp_path)
     assert "\x1b" not in str(error.value)
 
 
@@ -258,28 +271,59 @@ def test_small_file_is_not_read_if_it_is_large(tmp_path: Path) -> None:
         os.truncate(tmp_path / name, 2**42)
     large = "json has 4,398,046,511,104 bytes, more than a file of its kind may have"
     with pytest.raises(DataError, match=large):
-        TokenizedDataset(open_folder(str(tmp_path)), "", 0, "the data")
+        TokenDataset(LocalFolder(tmp_path), "", 0, "the data")
     with pytest.raises(CheckpointError, match=large):
         read_hf_config(tmp_path)
     with pytest.raises(TokenizerError, match=large):
         load_tokenizer(str(tmp_path))
 
 
-@pytest.mark.parametrize("offsets", ["short", "long", "zeros", "backward", "missing"])
-def test_crafted_places_of_documents_are_a_data_error(prepared: Path, tmp_path: Path, offsets: str) -> None:
-    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
-    source = TokenizedDataset(open_folder(str(tmp_path)), load_tokenizer().content_hash, 0, "the data")
-    assert source.locate(0, 3)[0].tokens == 3
+@pytest.mark.parametrize(
+    "kind", ["short", "long", "zeros", "backward", "missing", "file", "names", "no list", "nested"]
+)
+def test_crafted_index_of_documents_is_a_data_error(tokens: Path, tmp_path: Path, kind: str) -> None:
+    """Also one that is as long as a manifest states, and takes no space on a disk."""
+    shutil.copytree(tokens, tmp_path, dirs_exist_ok=True)
     (file,) = tmp_path.glob("*.documents")
-    content = np.fromfile(file, "<i8")
-    file.unlink()
-    if offsets == "long":
-        os.truncate(os.open(file, os.O_CREAT | os.O_WRONLY), 2**42)
-    elif offsets != "missing":
-        {"short": content[:1], "zeros": 0 * content, "backward": content[::-1]}[offsets].tofile(file)
-    source = TokenizedDataset(open_folder(str(tmp_path)), load_tokenizer().content_hash, 0, "the data")
-    with pytest.raises(DataError, match=r"^the data: shard-.*\.documents is missing or damaged"):
-        source.locate(0, 3)
+    content, documents = np.fromfile(file, "<i8"), len(DOCUMENTS)
+    if kind == "long":
+        os.truncate(file, 2**42)
+    elif kind == "missing":
+        file.unlink()
+    elif kind in ("names", "no list", "nested"):
+        names = {"names": b"[1]", "no list": b"7", "nested": DEEP}[kind]
+        (tmp_path / "files.json").write_bytes(names)
+    elif kind == "file":
+        content[documents + 1 + COLUMNS.index("file") * documents] = -5
+        content.tofile(file)
+    else:
+        {"short": content[:1], "zeros": 0 * content, "backward": content[::-1]}[kind].tofile(file)
+    name = "files.json" if kind in ("names", "no list", "nested") else r"shard-\d+\.documents"
+    with pytest.raises(
+        DataError, match=rf"^data.path = '{tmp_path}': (its )?{name} (is damaged|is missing|has \d+ bytes, not )"
+    ):
+        use_tokens(tmp_path)
+
+
+def test_sparse_files_of_tokens_are_not_read_as_a_whole(tokens: Path, tmp_path: Path) -> None:
+    """They take no space on a disk: the manifest states as many tokens as no disk has, in one document."""
+    count = 2**41
+    content = json.loads((tokens / "manifest.json").read_bytes())
+    content["shards"][0] |= {"tokens": count, "documents": 1, "numbers": [1]}
+    (tmp_path / "manifest.json").write_text(json.dumps(content))
+    name = content["shards"][0]["name"]
+    np.array([0, count, 7, 7, 0, 0, 0, 0]).tofile(tmp_path / f"{name}.documents")
+    (tmp_path / f"{name}.tokens").touch()
+    try:
+        os.truncate(tmp_path / f"{name}.tokens", 2 * count)
+    except OSError:
+        pytest.skip("the file system has no files of this size")
+    loader = make_loader(DataConfig(path=str(tmp_path), prefetch=0), range(1), batch=1, seq_len=1 << 16)
+    tracemalloc.start()
+    assert next(loader).tokens.count_nonzero() == 0
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**28
 
 
 @pytest.mark.parametrize(
@@ -470,20 +514,15 @@ def test_sparse_file_in_an_archive_of_metrics_is_left_out(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("when", ["repeat", "stop"])
-@pytest.mark.parametrize("kind", ["cut", "best_fit", "prepared", "streamed"])
-def test_numbers_of_a_saved_position_that_no_run_has_are_one_error(
-    kind: str, when: Any, prepared: Path, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_numbers_of_a_saved_position_that_no_run_has_are_one_error(packing: Any, when: Any, tokens: Path) -> None:
     """Or a position like any other, but neither a traceback, nor a large allocation, nor hours of reading."""
-    text = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    path = {"prepared": str(prepared), "streamed": Path(text).as_uri()}.get(kind, text)
-    packing: Any = "best_fit" if kind == "best_fit" else "cut"
-    config = DataConfig(path=path, when_exhausted=when, packing=packing, prefetch=0, streams=2)
+    config = DataConfig(path=str(tokens), when_exhausted=when, packing=packing, prefetch=0)
     loader = make_loader(config, range(2), batch=2)
     next(loader)
     saved, errors = loader.state_dict()["rows"], 0
     for column in range(saved.shape[1]):
-        for number in (-1, 0, 10**15, 2**63 - 1):
+        for number in (-1, 0, 10**15, 2**62, 2**63 - 1):
             rows = saved.clone()
             rows[:, column] = number
             loader = make_loader(config, range(2), batch=2)

@@ -17,7 +17,6 @@ from torchtrain.config.schema import (
     OptimizerConfig,
     ParallelismConfig,
     TrainingConfig,
-    ValidationConfig,
 )
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
@@ -278,24 +277,6 @@ def test_layers_per_stage_of_the_config_are_used() -> None:
     config = ParallelismConfig(pipeline_parallel_degree=2, pipeline_parallel_layers_per_stage=(20, 12))
     resolved, _ = resolve_layout(JobConfig(parallelism=config), LLAMA, 2)
     assert resolved.parallelism.pipeline_parallel_layers_per_stage == (20, 12)
-
-
-def test_data_parallel_ranks_must_divide_the_number_of_streams() -> None:
-    config = JobConfig(
-        training=TrainingConfig(local_batch_size=2, global_batch_size=8), data=DataConfig(name="org/texts", streams=3)
-    )
-    cpu = torch.device("cpu")
-    check_layout(config, cpu, ParallelDims(shard=2), LLAMA)  # 2 streams: the largest divisor of 8 that is at most 3
-    with pytest.raises(ConfigError, match=r"is streamed in 2 streams.* data-parallel ranks, 4, must divide the number"):
-        check_layout(config, cpu, ParallelDims(shard=4), LLAMA)
-    held_out = replace(config, data=DataConfig(streams=3), validation=ValidationConfig(enable=True, name="held-out"))
-    with pytest.raises(ConfigError, match=r"held-out is streamed in 2 streams"):
-        check_layout(held_out, cpu, ParallelDims(shard=4), LLAMA)
-    by_url = replace(config, data=DataConfig(path="s3://texts/*.jsonl", streams=3))
-    with pytest.raises(ConfigError, match=r"s3://texts/\*.jsonl is streamed in 2 streams"):
-        check_layout(by_url, cpu, ParallelDims(shard=4), LLAMA)
-    for data in (DataConfig(path="texts", streams=3), replace(config.data, download=True)):
-        check_layout(replace(config, data=data), cpu, ParallelDims(shard=4), LLAMA)
 
 
 def test_pipeline_options_are_ignored_without_pipeline_parallelism() -> None:

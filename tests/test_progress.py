@@ -38,9 +38,9 @@ def test_log_has_a_line_for_each_part_and_no_bar(lines: list[str], capsys: pytes
 
 
 def test_amount_without_a_total(lines: list[str]) -> None:
-    with progress.ProgressBar("converting data.path = 'a/{2024}.txt'", None) as bar:
+    with progress.ProgressBar("reading data.path = 'a/{2024}.txt'", None) as bar:
         bar.update(3_000_000)
-    assert lines[-1].startswith("converting data.path = 'a/{2024}.txt': 3.00MB, ")
+    assert lines[-1].startswith("reading data.path = 'a/{2024}.txt': 3.00MB, ")
 
 
 def test_terminal_has_a_bar_that_disappears(monkeypatch: pytest.MonkeyPatch, lines: list[str]) -> None:

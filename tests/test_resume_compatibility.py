@@ -41,7 +41,7 @@ FROZEN = {  # every option, by kind and section
         "evaluation": "prompts prompt_max_new_tokens prompt_temperature tasks tasks_path tasks_limit",
         "exact_sums": "transport",
         "huggingface": "export export_weights export_dtype",
-        "remote_data": "cache_folder cache_gib held_out_gib",
+        "remote_data": "streams cache_folder cache_gib held_out_gib",
         "report": "enable",
         "comm": "init_timeout_seconds train_timeout_seconds",
         "recheck": "interval on_wrong_rank",
@@ -103,7 +103,7 @@ FROZEN = {  # every option, by kind and section
             "shape.ffn_dim shape.head_dim shape.norm_eps shape.tied_embeddings shape.qk_norm shape.qkv_bias"
         ),
         "optimizer": "name",
-        "data": "streams packing",
+        "data": "packing",
     },
 }
 
@@ -203,11 +203,7 @@ def test_another_model_is_rejected_even_if_allowed() -> None:
     ("section", "key", "value"),
     [
         ("optimizer", "name", "muon"),  # has different states
-        (
-            "data",
-            "streams",
-            128,
-        ),  # the position is saved by stream: rows that shared one would continue with the same documents
+        ("data", "packing", "best_fit"),  # has other windows
     ],
 )
 def test_change_that_the_states_do_not_fit_is_rejected_even_if_allowed(section: str, key: str, value: Any) -> None:

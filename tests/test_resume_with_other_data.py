@@ -2,11 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 import torch
-from data_samples import DOCUMENTS, make_loader, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, make_loader, take, write_jsonl
 from forked_run import finish, logged_losses, read_metrics
 
 from torchtrain.config.schema import DataConfig, SourceConfig
@@ -29,17 +30,9 @@ def text(tmp_path: Path) -> DataConfig:
     return DataConfig(path=write_jsonl(tmp_path / "text.jsonl", DOCUMENTS), prefetch=0)
 
 
-def test_other_sequence_length_continues_text_with_the_next_token(text: DataConfig) -> None:
-    old, whole = loader(text, seq_len=16), loader(text, seq_len=16)
-    take(old, 4)
-    new = resumed(old, loader(text, seq_len=32))
-    expected = take(whole, 8)[4:].transpose(0, 1).reshape(4, -1)
-    assert torch.equal(take(new, 2).transpose(0, 1).reshape(4, -1), expected)
-
-
-def test_other_batch_continues_tokenized_data_with_the_next_window(tmp_path: Path) -> None:
-    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
-    config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
+@pytest.mark.parametrize("packing", ["cut", "best_fit"])
+def test_other_batch_continues_with_the_next_window(text: DataConfig, packing: Literal["cut", "best_fit"]) -> None:
+    config = replace(text, packing=packing)
     old, whole = loader(config), loader(config)
     take(old, 3)
     new = resumed(old, loader(config, batch=6))
@@ -47,33 +40,29 @@ def test_other_batch_continues_tokenized_data_with_the_next_window(tmp_path: Pat
 
 
 def test_longer_sequences_than_planned_continue_after_as_many_tokens(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    text: DataConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
-    config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
-    old = loader(config, seq_len=16)
+    old = loader(text, seq_len=16)
     take(old, 3)
-    new = resumed(old, loader(config, seq_len=32))
+    new = resumed(old, loader(text, seq_len=32))
     assert new.state_dict()["rows"][0, :2].tolist() == [3, 6]  # 12 windows of 16 are 6 of 32
     assert caplog.text.count("training.seq_len = 32 is longer than the 16 tokens by which the data were ordered") == 1
-    whole = loader(config, batch=6, seq_len=32)
+    whole = loader(text, batch=6, seq_len=32)
     assert torch.equal(take(new, 1)[0], torch.cat((take(whole, 1)[0], take(whole, 1)[0]))[6:10])
 
 
-def test_planned_length_orders_the_data_and_a_checkpoint_keeps_the_order(tmp_path: Path) -> None:
-    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS))
-    config = DataConfig(path=str(tmp_path / "tokens"), prefetch=0)
-    old = make_loader(config, range(4), batch=4, seq_len=16, longest_seq_len=64)
+def test_planned_length_orders_the_data_and_a_checkpoint_keeps_the_order(text: DataConfig) -> None:
+    old = make_loader(text, range(4), batch=4, seq_len=16, longest_seq_len=64)
     take(old, 2)
-    unplanned = loader(config)
+    unplanned = loader(text)
     unplanned.load_state_dict({"rows": old.state_dict()["rows"]})
     assert torch.equal(take(unplanned, 9), take(old, 9))
 
 
 def test_data_that_have_ended_do_not_begin_again_with_another_sequence_length(tmp_path: Path) -> None:
     """The last window of data that are read once is not full."""
-    write_prepared(tmp_path / "tokens", write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:20]))
-    config = DataConfig(path=str(tmp_path / "tokens"), when_exhausted="stop", prefetch=0)
+    path = write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:20])
+    config = DataConfig(path=path, when_exhausted="stop", prefetch=0)
     targets = len(loader(config).sources[0]) - 1  # type: ignore[arg-type]
     for before, now in ((16, 32), (32, 16), (7, 100)):
         old, new = loader(config, 1, before), loader(config, 1, now)
@@ -84,18 +73,6 @@ def test_data_that_have_ended_do_not_begin_again_with_another_sequence_length(tm
         assert next(resumed(old, new), None) is None
 
 
-def test_other_sequence_length_continues_text_in_the_next_epoch(tmp_path: Path) -> None:
-    config = DataConfig(path=write_jsonl(tmp_path / "text.jsonl", DOCUMENTS[:9]), prefetch=0)
-    old, whole = loader(config, seq_len=16), loader(config, seq_len=16)
-    steps = 0
-    while old.state_dict()["rows"][:, 2].min() < 2 * 9:  # parts over all epochs
-        steps += take(old, 2).shape[0]
-    new = resumed(old, loader(config, seq_len=32))
-    assert new.state_dict()["rows"][0, 1] == 4 * steps // 2
-    expected = take(whole, steps + 8)[steps:].transpose(0, 1).reshape(4, -1)
-    assert torch.equal(take(new, 4).transpose(0, 1).reshape(4, -1), expected)
-
-
 def test_new_source_begins_and_the_other_continues(tmp_path: Path) -> None:
     first = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     second = SourceConfig(path=write_jsonl(tmp_path / "b.jsonl", DOCUMENTS[:30]))
@@ -104,48 +81,25 @@ def test_new_source_begins_and_the_other_continues(tmp_path: Path) -> None:
     both = DataConfig(sources=(first, second), prefetch=0)
     new, fresh = resumed(old, loader(both), (True, False)), loader(both)
     assert new.state_dict()["rows"][:, 1].tolist() == [20] * 4
-    assert torch.equal(new.state_dict()["rows"][:, 3:6], old.state_dict()["rows"][:, 2:5])
-    assert torch.equal(new.state_dict()["rows"][:, 6:], fresh.state_dict()["rows"][:, 6:])
+    assert torch.equal(new.state_dict()["rows"][:, 3], old.state_dict()["rows"][:, 2])
+    assert torch.equal(new.state_dict()["rows"][:, 4:], fresh.state_dict()["rows"][:, 4:])
 
 
 def test_custom_stream_rejects_another_batch(text: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtrain.datasets.data_source import Stream
-    from torchtrain.datasets.packing import PackedTextStream
+    from torchtrain.datasets.token_dataset import TokenStream
 
-    monkeypatch.setattr(PackedTextStream, "resume", Stream.resume)
-    with pytest.raises(DataError, match=r"PackedTextStream cannot continue with another training.global_batch_size"):
+    monkeypatch.setattr(TokenStream, "resume", Stream.resume)
+    with pytest.raises(DataError, match=r"TokenStream cannot continue with another training.global_batch_size"):
         resumed(loader(text), loader(text, batch=8))
 
 
-def test_streams_of_another_number_are_rejected(text: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    new = loader(text, batch=8)
-    monkeypatch.setattr(type(new.streams[0][0]._source), "one_reader_per_row", False)  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=r"is not one of 8 streams: take a training.global_batch_size for which"):
-        resumed(loader(text), new)
-
-
-@pytest.mark.parametrize(("before", "now"), [(6, 2), (12, 3)])
-def test_streams_of_a_smaller_batch_do_not_continue_those_of_a_larger(tmp_path: Path, before: int, now: int) -> None:
-    config = DataConfig(path=Path(write_jsonl(tmp_path / "text.jsonl", DOCUMENTS)).as_uri(), streams=12, prefetch=0)
-    with pytest.raises(DataError, match=rf"is not one of {now} streams: take a training.global_batch_size for which"):
-        resumed(loader(config, batch=before), loader(config, batch=now))
-    same = DataConfig(path=config.path, streams=2, prefetch=0)
-    old, whole = loader(same, batch=6), loader(same, batch=6)
-    take(old, 2)
-    new = resumed(old, loader(same, batch=2))
-    # Reader 1 of 2 has filled rows 3 to 5 of each batch, and fills row 1 now.
-    assert torch.equal(take(new, 3)[:, 1], take(whole, 3)[2, 3:])
-
-
 @pytest.mark.parametrize("columns", [0, 3])
-def test_positions_of_other_versions_are_rejected(tmp_path: Path, text: DataConfig, columns: int) -> None:
-    prepared = DataConfig(path=write_prepared(tmp_path / "tokens", text.path), prefetch=0)  # type: ignore[arg-type]
-    read_once = replace(text, when_exhausted="stop")
-    for config in (text, read_once, prepared) if columns else (read_once, prepared):
-        for batch in (4, 8):
-            rows = np.zeros((4, 2 + columns), dtype=np.int64)
-            with pytest.raises(DataError, match=r"the saved position in .* is of other data, "):
-                loader(config, batch=batch).resume(rows, LoaderLayout(4, 16, (columns,)), (True,))
+def test_positions_of_other_versions_are_rejected(text: DataConfig, columns: int) -> None:
+    for batch in (4, 8):
+        rows = np.zeros((4, 2 + columns), dtype=np.int64)
+        with pytest.raises(DataError, match=r"the saved position in .* is of other data, "):
+            loader(text, batch=batch).resume(rows, LoaderLayout(4, 16, (columns,)), (True,))
 
 
 def test_source_of_weight_zero_is_never_chosen() -> None:
@@ -170,4 +124,4 @@ def test_run_continues_with_another_batch_length_and_rope_base_if_allowed(tmp_pa
 
 def test_layout_of_the_state() -> None:
     config = DataConfig(prefetch=0)
-    assert loader(config).layout == LoaderLayout(4, 16, (5,))
+    assert loader(config).layout == LoaderLayout(4, 16, (1,))

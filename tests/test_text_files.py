@@ -2,52 +2,57 @@
 
 import csv
 import errno
-import glob
 import gzip
 import io
+import itertools
 import json
-import logging
 import math
 import os
-import random
 import re
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
-from disk_faults import DiskFaults
-from forked_run import ForkedRun
+from captured_log import captured_log
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, local_files, mixed_folder
-from torchtrain.datasets.data_source import SourceContext
-from torchtrain.datasets.file_formats import NotUTF8Error, ignore, require_utf8_file
-from torchtrain.datasets.local_files import open_files
+from torchtrain.datasets import file_formats, text_input
+from torchtrain.datasets.builtin_sources import Files
+from torchtrain.datasets.data_source import SkippedText, SourceContext, TextInput
+from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
+from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.text_input import TextFiles
 from torchtrain.errors import DataError, StorageError
-from torchtrain.plugins.prepared_data.source import PreparedFolder
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
-from torchtrain.plugins.remote_data.remote_files import find_remote_files, streamed_file
 
-ROOT = Path(__file__).parent.parent
 LINES = "".join(json.dumps({"n": n, "text": text}) + "\n" for n, text in enumerate(DOCUMENTS))
 LONG = "".join(f"line {n * n % 9973}\n" for n in range(150_000))  # long enough to be split into pieces
 
 
+def open_files(*paths: Path | str, column: str = "text", **options: Any) -> TextFiles:
+    return open_text_files([str(path) for path in paths], column, "data.path", **options)
+
+
 def texts(*paths: Path | str, column: str = "text") -> list[str | None]:
     """Return the documents that have text."""
-    source = open_files([str(path) for path in paths], column, "data.path")
-    return [text for text in source.read_all(range(source.parts)) if text]
+    return list(open_files(*paths, column=column).texts())
+
+
+def opened_text(source: SourceConfig) -> TextInput:
+    """The text of a source of a config."""
+    return Files.open_text(source, SourceContext("data", TOKENIZER))
+
+
+def rows(source: TextInput) -> tuple[list[str | None], SkippedText]:
+    """The rows of all shards, and what was skipped."""
+    skipped = SkippedText()
+    return [text for shard in range(len(source.shard_sizes)) for *_, text in source.read(shard, skipped)], skipped
 
 
 def test_existing_file_names_are_not_glob_patterns(tmp_path: Path) -> None:
@@ -61,9 +66,10 @@ def test_existing_file_names_are_not_glob_patterns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("suffix", "content"), [(b".txt", b"coffee"), (b".jsonl", b'{"text": "coffee"}\n')])
 def test_file_names_that_are_not_utf8(tmp_path: Path, suffix: bytes, content: bytes) -> None:
     Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9" + suffix)).write_bytes(content)
-    source = open_files([str(tmp_path)], "text", "data.path")
-    assert list(source.read(0, 0)) == [(0, "coffee")]
-    assert source.identity().startswith(f"1 file(s) of {len(content)} bytes")
+    source = open_files(tmp_path)
+    assert list(source.read(0, SkippedText())) == [(0, 0, "coffee")]
+    assert source.identify().text.startswith(f"1 file(s) of {len(content)} bytes")
+    make_loader(DataConfig(path=str(tmp_path)), range(1), batch=1, seq_len=2)
 
 
 def test_truncated_compressed_file_raises_a_data_error(tmp_path: Path) -> None:
@@ -102,142 +108,12 @@ def test_broken_link_or_pipe_in_a_folder_raises_a_data_error(tmp_path: Path, cre
         texts(tmp_path)
 
 
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    logging.getLogger("torchtrain").addHandler(caplog.handler)
-    logging.getLogger("torchtrain").setLevel(logging.INFO)
-    return caplog
-
-
-def truncate(copy: Path) -> None:
-    os.truncate(copy, copy.stat().st_size // 2)
-
-
-def flip_a_bit(copy: Path) -> None:
-    content = bytearray(copy.read_bytes())
-    content[content.index(b"document 40 ") + 9] ^= 1
-    copy.write_bytes(content)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda copy: os.truncate(copy, 0),
-        truncate,
-        flip_a_bit,
-        lambda copy: copy.with_name(f"{copy.name}.json").unlink(),
-        lambda copy: copy.with_name(f"{copy.name}.json").write_text('{"truncated'),
-    ],
-)
-def test_damaged_converted_copy_is_converted_again(
-    tmp_path: Path, cache: Path, log: pytest.LogCaptureFixture, damage: Callable[[Path], None]
-) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    texts(file)
-    (copy,) = cache.rglob("*.arrow")
-    content = copy.read_bytes()
-    damage(copy)
-    assert texts(file) == DOCUMENTS
-    assert f"{copy}, the converted copy of data.path, is damaged and is converted again" in log.text
-    log.clear()
-    assert texts(file) == DOCUMENTS
-    assert copy.read_bytes() == content
-    assert not log.text
-
-
-def test_converted_copy_above_verify_gib_is_checked_by_size_only(tmp_path: Path, cache: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-
-    def read_documents() -> list[str | None]:
-        source = open_files([file], "text", "data.path", verify_bytes=1000)
-        return list(source.read_all(range(source.parts)))
-
-    read_documents()
-    (copy,) = cache.rglob("*.arrow")
-    flip_a_bit(copy)
-    assert read_documents() != DOCUMENTS  # above data.verify_gib, content is not verified
-    os.truncate(copy, copy.stat().st_size - 8)
-    assert read_documents() == DOCUMENTS  # but the size is
-    copy.write_bytes(copy.read_bytes()[:2000])
-    record = copy.with_name(f"{copy.name}.json")
-    record.write_text(json.dumps({**json.loads(record.read_text()), "bytes": 2000}))
-    with pytest.raises(DataError, match=rf"{copy}, into which .* was converted, is damaged .*: remove it, and start"):
-        read_documents()
-
-
-def write_as(path: Path, documents: list[str]) -> None:
-    """Write a file whose size depends only on the size of the documents."""
-    lines = "".join(json.dumps({"text": text}) + "\n" for text in documents).encode()
-    table = pyarrow.table({"text": documents})
-    if path.name.endswith(".parquet"):
-        pyarrow.parquet.write_table(table, path, compression="none", use_dictionary=False)
-    elif path.name.endswith(".arrow"):
-        with pyarrow.ipc.new_stream(path, table.schema) as file:
-            file.write_table(table)
-    elif path.name.endswith(".csv"):
-        with path.open("w", newline="") as csv_file:
-            csv.writer(csv_file).writerows([["text"], *([text] for text in documents)])
-    else:
-        path.write_bytes(gzip.compress(lines, 0, mtime=0) if path.name.endswith(".gz") else lines)
-
-
-@pytest.mark.parametrize("verify_bytes", [math.inf, 1000])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.parquet", "a.arrow"])
-def test_file_rewritten_with_the_same_size_and_time_is_read_again(
-    tmp_path: Path, name: str, verify_bytes: float
-) -> None:
-    file = tmp_path / name
-    documents = [text * 400 for text in DOCUMENTS]
-    write_as(file, documents)
-    before = file.stat()
-
-    def read_documents() -> tuple[list[str | None], str]:
-        source = open_files([str(file)], "text", "data.path", verify_bytes)
-        return list(source.read_all(range(source.parts))), source.identity()
-
-    old, identity = read_documents()
-    assert old == documents
-    documents[20] = documents[20].replace("document 20 ", "document 02 ")
-    write_as(file, documents)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert file.stat().st_size == before.st_size > 1 << 20
-    new, changed = read_documents()
-    assert new == documents
-    if not name.endswith(".gz"):  # gzip ends with a checksum
-        assert (changed == identity) == (verify_bytes == 1000)  # above verify_bytes, three blocks are hashed
-
-
-def test_file_that_changes_during_conversion_raises_a_data_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "a.jsonl"
-    file.write_text(LINES)
-    before = file.stat()
-
-    def rewrite(*arguments: Any, **options: Any) -> Any:
-        yield from file_formats.documents(*arguments, **options)
-        file.write_text(LINES.replace("document 20 ", "document 02 "))
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
-
-    monkeypatch.setattr(local_files, "documents", rewrite)
-    with pytest.raises(DataError, match=r"data.path changed while it was converted; start again"):
-        texts(file)
-    monkeypatch.undo()
-    assert texts(file)[20].startswith("document 02 ")  # type: ignore[union-attr]
-
-
 def test_identity_depends_on_all_bytes_up_to_verify_bytes(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text(LONG)
 
     def identity(verify_bytes: float) -> str:
-        return open_files([str(file)], "text", "data.path", verify_bytes).identity()
+        return open_files(file, verify_bytes=verify_bytes).identify().text
 
     size = file.stat().st_size
     before = identity(size), identity(size - 1)
@@ -287,8 +163,7 @@ def test_saved_dataset_dict_is_read_by_split(tmp_path: Path) -> None:
     datasets.load_from_disk(tmp_path / "saved").map(lambda row: {"text": row["text"] + "mapped"})
 
     def read_split(split: str) -> list[str | None]:
-        opened = opened_text(SourceConfig(path=str(tmp_path / "saved"), split=split))
-        return [text for unit in range(opened.parts) for _, text in opened.read(unit, 0)]
+        return list(opened_text(SourceConfig(path=str(tmp_path / "saved"), split=split)).texts())
 
     assert texts(tmp_path / "saved") == read_split("train") == DOCUMENTS[:6]
     assert read_split("test") == texts(tmp_path / "saved/test") == DOCUMENTS[6:8]
@@ -413,68 +288,32 @@ def test_duplicate_text_column_raises_a_data_error(tmp_path: Path) -> None:
     assert texts(tmp_path / "a.parquet") == ["a"]
 
 
-def test_malformed_lines_are_skipped_and_counted(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_malformed_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     null = '{"text": null}\n'
     (tmp_path / "a.jsonl").write_text(LINES[:-1] + "\n\n" + null)
     (tmp_path / "b.jsonl").write_text('{"text": "b"}\n{"text": "cut\n\n[1]\n' + null + '{"text": "a\0b"}\n')
     (tmp_path / "c.json").write_text('[{"text": "c"}, "no object", {"text": null}]')
-    first = f"the first of them {tmp_path}/b.jsonl: line 2"
-    for _ in range(2):  # once when converted, once when the converted copy is read
-        source = open_files([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.json")], "text", "data.path")
-        assert f"data.path: skipped 4 malformed line(s), {first}" in log.text
-        log.clear()
-    assert [text for text in source.read_all(range(source.parts)) if text] == [*DOCUMENTS, "b", "c"]
-    assert sum(text is None for text in source.read_all(range(source.parts))) == 3
+    found, skipped = rows(open_files(*(tmp_path / name for name in ("a.jsonl", "b.jsonl", "c.json"))))
+    assert (skipped.malformed, skipped.first_malformed) == (4, f"{tmp_path}/b.jsonl: line 2")
+    assert list(filter(None, found)) == [*DOCUMENTS, "b", "c"]
+    assert found.count(None) == 3
     (tmp_path / "a.csv").write_text('n,text\n1,"a\nb"\n\n2\n3,c\n')
-    assert texts(tmp_path / "a.csv") == ["a\nb", "c"]
-    assert f"skipped 1 malformed line(s), the first of them {tmp_path}/a.csv: line 5" in log.text
+    found, skipped = rows(open_files(tmp_path / "a.csv"))
+    assert found == ["a\nb", "", "", "c"]
+    assert (skipped.malformed, skipped.first_malformed) == (1, f"{tmp_path}/a.csv: line 5")
 
 
-@pytest.mark.parametrize("streams", [1, 4])
-def test_malformed_lines_of_streamed_files_are_skipped_and_counted(
-    tmp_path: Path, log: pytest.LogCaptureFixture, streams: int
+def test_malformed_line_of_a_part_of_a_file_is_named_by_its_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    size = (tmp_path / "train.jsonl").write_text(LINES + "broken\n" + LINES + "broken\n") // 2 - 7
-    source = opened_text(SourceConfig(name=str(tmp_path)), streams)
-    found = [text for unit in range(source.parts) for _, text in source.read(unit, 0) if text]
-    assert sorted(found) == sorted(DOCUMENTS * 2)
-    places = ("line 61", "line 122") if streams == 1 else (f"the line at byte {n}" for n in (size, 2 * size + 7))
-    for number, place in enumerate(places, 1):
-        assert f"skipped {number} malformed line(s) so far: train.jsonl: {place}" in log.text
-    assert (source.malformed, source.skipped) == (2, 0)
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 1000)
+    (tmp_path / "a.jsonl").write_text(LINES + "broken\n" + LINES)
+    found, skipped = rows(open_files(tmp_path / "a.jsonl"))
+    assert found == [*DOCUMENTS, "", *DOCUMENTS]
+    assert (skipped.malformed, skipped.first_malformed) == (1, f"{tmp_path}/a.jsonl: the line at byte {len(LINES)}")
 
 
-@pytest.mark.parametrize(("suffix", "shares"), [("jsonl", 1), ("jsonl", 3), ("csv", 1), ("json", 1)])
-def test_malformed_lines_before_the_place_of_a_resume_are_not_counted_again(suffix: str, shares: int) -> None:
-    """Nor are they parsed, where a line is a document."""
-    if suffix == "jsonl":
-        raw = "".join(f'{{"text": "{n}"}}\n' if n % 3 else "broken\n" for n in range(60)).encode()
-    elif suffix == "csv":
-        raw = ("n,text\n" + "".join(f"{n},{n}\n" if n % 3 else f"{n}\n" for n in range(60))).encode()
-    else:
-        raw = json.dumps([{"text": str(n)} if n % 3 else "broken" for n in range(60)]).encode()
-    for share in range(shares):
-        arguments = (io.BytesIO(raw), f"a.{suffix}", len(raw), "text", share, shares, 10)
-        malformed: list[str] = []
-        with patch.object(file_formats, "_row", side_effect=file_formats._row) as parse_row:
-            texts = list(file_formats.documents_of_share(*arguments, on_malformed=malformed.append))
-        assert sum(not text for text in texts) == len(malformed) > 0
-        assert parse_row.call_count in (0, len(texts))
-
-
-def test_whole_file_is_searched_for_the_column_once(tmp_path: Path) -> None:
-    """Most parts of a file lack the column, among them the first ones."""
-    lines = [f'{{"{"text" if 600 <= n < 650 else "other"}": "{n}"}}' for n in range(1000)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    (file,) = find_remote_files([f"file://{tmp_path}/a.jsonl"], "data.path", "data.path")
-    streamed = streamed_file(file, "text", None)
-    with patch.object(file_formats, "_row", side_effect=file_formats._row) as parse_row:
-        texts = [text for _ in range(2) for share in range(20) for text in streamed.read(share, 20, 0, ignore)]
-    assert len([text for text in texts if text]) == 2 * 50
-    assert parse_row.call_count == 2 * 1000 + 601, "once each epoch, and once up to the first row with text"
-
-
-def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path) -> None:
     valid_files = {"a.jsonl": LINES.encode(), "b.csv": b"text\nb\n", "c.txt": b"c", "d.txt.gz": gzip.compress(b"d")}
     for kind, content in valid_files.items():
         for number in range(3):
@@ -487,117 +326,62 @@ def test_skip_not_utf8_skips_and_counts_files(tmp_path: Path, log: pytest.LogCap
         ):
             texts(path)
         (tmp_path / "run.toml").write_text(f"[data]\npath = {json.dumps(path)}\nskip_not_utf8 = true\n")
-        for _ in range(2):
-            source = opened_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data)
-            assert f"skipped 1 of 4 file(s) that are not UTF-8: {invalid}" in log.text
-            log.clear()
+        with captured_log() as log:
+            found, skipped = rows(opened_text(parse(["--job.config_file", str(tmp_path / "run.toml")]).data))
+        if kind == "c.txt":  # as its beginning shows
+            assert log == [f"data.path = {path!r}: skipped 1 of 4 file(s) that are not UTF-8: {invalid}"]
+        else:
+            assert skipped.not_utf8 == [str(invalid)]
         documents = {"a.jsonl": DOCUMENTS, "b.csv": ["b"], "c.txt": ["c"], "d.txt.gz": ["d"]}[kind]
-        assert [text for unit in range(source.parts) for _, text in source.read(unit, 0)] == documents * 3
+        assert found == documents * 3
     with pytest.raises(DataError, match=r"data.path has no documents"):
-        open_files([str(tmp_path / "3c.txt")], "text", "data.path", skip_not_utf8=True)
+        open_files(tmp_path / "3c.txt", skip_not_utf8=True)
 
 
-@pytest.mark.parametrize("pattern", ["", "/", "/*", "/sub*/[ab].*"])
-def test_folder_with_several_formats_raises_an_error_with_a_valid_config(tmp_path: Path, pattern: str) -> None:
-    """The tables in the error message are a config that reads all files of the folder."""
-    folder = tmp_path / "texts [1]"
+@pytest.mark.parametrize("pattern", ["", "/", "/sub"])
+def test_folder_with_several_formats_is_an_error_with_patterns_to_read_it(tmp_path: Path, pattern: str) -> None:
+    folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     for parent in (folder, folder / "sub"):
-        (parent / "a.jsonl").write_text('{"content": "jsonl"}\n' * 40)
+        (parent / "a.jsonl").write_text('{"content": "jsonl"}\n' * 2)
         (parent / "b.jsonl.gz").write_bytes(gzip.compress(b'{"content": "gz"}\n'))
-        (parent / "a.TXT").write_text("txt")
+        (parent / "a.txt").write_text("txt")
         pyarrow.parquet.write_table(pyarrow.table({"content": ["parquet"]}), parent / "b.parquet")
-    path = f"{folder if pattern in ('', '/') else glob.escape(str(folder))}{pattern}"
-    with pytest.raises(
-        DataError, match=r"mixes files of several kinds \(.jsonl, .parquet, .txt\).*'\*.jsonl'"
-    ) as error:
-        opened_text(SourceConfig(path=path, text_column="content"), section="validation")
-    (tmp_path / "run.toml").write_text("[validation]\nenable = true\n" + str(error.value).partition("\n\n")[2])
-    sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).validation.sources
-    found = [opened_text(source, section="validation") for source in sources]
-    each = 2 if pattern in ("", "/") else 1
-    documents = [[text for unit in range(one.parts) for _, text in one.read(unit, 0)] for one in found]
-    assert [len(one) for one in documents] == [41 * each, each, each]
-    assert {text for one in documents for text in one} == {"jsonl", "gz", "parquet", "txt"}
-    assert sum(source.weight for source in sources) == pytest.approx(1, abs=0.02)
+    with pytest.raises(DataError, match=r"mixes files of several formats \(.jsonl, .parquet, .txt\)") as error:
+        texts(f"{folder}{pattern}", column="content")
+    options = str(error.value).partition("or several in a list: ")[2]
+    (tmp_path / "run.toml").write_text(f"[data]\ntext_column = 'content'\n{options}\n")
+    source = parse(["--job.config_file", str(tmp_path / "run.toml")]).data
+    each = 1 if pattern == "/sub" else 2
+    found = list(opened_text(source).texts())
+    assert sorted(found) == sorted(["jsonl", "jsonl", "gz", "parquet", "txt"] * each)
+    assert texts(f"{folder}{pattern}/**/*.jsonl", f"{folder}{pattern}/**/*.txt", column="content").count("txt") == each
 
 
-def test_tables_for_a_mixed_folder_have_shares_of_text_and_name_what_is_left_out(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    rows = [" ".join(rng.choice(("alpha", "beta", "gamma")) for _ in range(200)) for _ in range(3000)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": row, "id": row[:300]}) + "\n" for row in rows[:1200]))
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows[1200:]}), tmp_path / "b.parquet", compression="zstd")
-    (tmp_path / "c.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
-    for number in range(7):
-        (tmp_path / f"{number}.md").write_text(rows[number])
-    with pytest.raises(DataError, match=r"each weight is the estimated share of the text") as error:
-        open_files([str(tmp_path)], "text", "data.path")
-    pasted = str(error.value).partition("\n\n")[2]
-    assert "# 7 .md file(s) are left out, since such files often describe the data. To read them, remove" in pasted
-    tables = [line.removeprefix("# ") for line in pasted.splitlines() if not line.startswith("# 7")]
-    (tmp_path / "run.toml").write_text("\n".join(tables))
-    sources = parse(["--job.config_file", str(tmp_path / "run.toml")]).data.sources
-    sizes = [sum(map(len, part)) for part in (rows[:1200] * 2, rows[1200:], rows[:7])]
-    assert [source.paths[0].rpartition(".")[2] for source in sources] == ["jsonl", "parquet", "md"]
-    for source, size in zip(sources, sizes, strict=True):
-        assert source.weight == pytest.approx(size / sum(sizes[:2]), rel=0.1)
-
-
-def test_text_of_many_files_is_estimated_from_some_of_them(tmp_path: Path) -> None:
-    rows = [f"row {number:05} " * (10 + number % 7) for number in range(60)]
-    for number, row in enumerate(rows):
-        (tmp_path / f"{number:02}.jsonl").write_text(json.dumps({"text": row, "other": row}) + "\n")
-    files = sorted(tmp_path.iterdir())
-    assert mixed_folder.estimate_text_bytes(files, "text") == pytest.approx(sum(map(len, rows)), rel=0.05)
-
-
-def test_share_of_text_in_a_large_file_is_estimated_from_its_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(mixed_folder, "SAMPLED_BYTES", 1 << 20)
-    monkeypatch.setattr(mixed_folder, "SAMPLED_ROWS", 100)
-    rows = [f"row {number:05} " * 100 for number in range(6000)]
-    content = "".join(json.dumps({"text": row, "other": row}) + "\n" for row in rows).encode()
-    (tmp_path / "a.jsonl").write_bytes(content)
-    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
-    (tmp_path / "a.txt").write_bytes("".join(rows).encode())
-    pyarrow.parquet.write_table(pyarrow.table({"text": rows}), tmp_path / "a.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"text": [b"caf\xe9"]}), tmp_path / "damaged.parquet")
-    for file in tmp_path.glob("a.*"):
-        assert mixed_folder.estimate_text_bytes([file], "text") == pytest.approx(sum(map(len, rows)), rel=0.1), file
-    damaged = tmp_path / "damaged.parquet"
-    assert mixed_folder.estimate_text_bytes([damaged], "text") == damaged.stat().st_size
-
-
-def test_readme_and_metadata_files_are_not_data_if_there_are_other_files(
-    tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
+def test_md_files_are_not_data_if_there_are_other_files(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("# about")
     assert texts(tmp_path) == ["# about"]
-    (tmp_path / "metadata.csv").write_text("text\nabout\n")
-    assert texts(tmp_path) == ["about"]
     (tmp_path / "a.jsonl").write_text(LINES)
-    log.clear()
-    assert texts(tmp_path) == DOCUMENTS
-    names = f"{tmp_path / 'README.md'}, {tmp_path / 'metadata.csv'}"
-    assert f"left out 2 .csv and .md file(s), since such files often describe the data: {names}; to read" in log.text
+    with captured_log() as log:
+        assert texts(tmp_path) == DOCUMENTS
+    assert f"data.path: left out 1 .md file(s): {tmp_path / 'README.md'}" in log
+    assert texts(tmp_path / "*") == texts(tmp_path / "*.md", tmp_path / "a.jsonl") == ["# about", *DOCUMENTS]
 
 
-def test_all_files_that_are_not_utf8_are_named(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    bad = [f"{number}.{kind}" for kind in ("jsonl", "txt") for number in range(8)]
-    for name in bad:
-        (tmp_path / name).write_bytes(b'{"text": "caf\xe9"}\n')
-    for kind in ("jsonl", "txt"):
-        (tmp_path / f"good.{kind}").write_text('{"text": "a"}\n')
-        names = [str(tmp_path / f"{number}.{kind}") for number in range(8)]
-        others = f"7 other file(s) are not UTF-8 either: {', '.join(names[1:6])} and 2 others"
-        for verify_bytes in (0, math.inf):
-            with pytest.raises(DataError, match=rf"^{names[0]}: .*is not UTF-8 at byte 13.*{re.escape(others)}$"):
-                open_files([f"{tmp_path}/*.{kind}"], "text", "data.path", verify_bytes)
-        log.clear()
-        open_files([f"{tmp_path}/*.{kind}"], "text", "data.path", skip_not_utf8=True)
-        skipped = f"skipped 8 of 9 file(s) that are not UTF-8: {', '.join(names[:5])} and 3 others"
-        assert skipped in log.text
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_all_files_that_are_not_utf8_are_named(tmp_path: Path, kind: str) -> None:
+    names = [str(tmp_path / f"{number}.{kind}") for number in range(8)]
+    for name in names:
+        Path(name).write_bytes(b'{"text": "caf\xe9"}\n')
+    (tmp_path / f"good.{kind}").write_text('{"text": "a"}\n')
+    others = f"7 other file(s) are not UTF-8 either: {', '.join(names[1:6])} and 2 others"
+    for verify_bytes in (0, math.inf):
+        with pytest.raises(DataError, match=rf"^{names[0]}: .*is not UTF-8 at byte 13.*{re.escape(others)}$"):
+            list(open_files(tmp_path, verify_bytes=verify_bytes).texts())
+    with captured_log() as log:
+        make_loader(DataConfig(path=str(tmp_path), skip_not_utf8=True), range(1), batch=1, seq_len=2)
+    skipped = f"that are not UTF-8: {', '.join(names[:5])} and 3 others"
+    assert [line for line in log if line.endswith(skipped)] == [log[0]]
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 1 << 20])
@@ -618,22 +402,20 @@ def test_check_of_the_encoding_finds_the_place_of_an_error_in_any_block(
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "binary.parquet"])
 def test_empty_documents_are_counted_as_rows_without_text(tmp_path: Path, name: str) -> None:
-    rows: list[dict[str, Any]] = [{"text": text} for text in ("a", "", "b", "")]
+    entries: list[dict[str, Any]] = [{"text": text} for text in ("a", "", "b", "")]
     contents = {
-        "a.jsonl": "\n".join(map(json.dumps, rows)) + "\n\nmalformed\n",
-        "a.json": json.dumps(rows),
+        "a.jsonl": "\n".join(map(json.dumps, entries)) + "\n\nmalformed\n",
+        "a.json": json.dumps(entries),
         "a.csv": 'text,n\na,1\n"",2\nb,3\n,4\n\n',
     }
     if name.endswith(".parquet"):
-        values = [row["text"].encode() if name == "binary.parquet" else row["text"] for row in rows]
+        values = [row["text"].encode() if name == "binary.parquet" else row["text"] for row in entries]
         pyarrow.parquet.write_table(pyarrow.table({"text": values}), tmp_path / name)
     else:
         (tmp_path / name).write_text(contents[name])
-    source = open_files([str(tmp_path / name)], "text", "data.path")
-    assert [text for text in source.read_all(range(source.parts)) if text != ""] == ["a", None, "b", None]
-    manifest = prepare(SourceConfig(path=str(tmp_path / name)), "data", "", tmp_path / "prepared", processes=1)
-    assert manifest is not None
-    assert sum(shard.skipped for shard in manifest.shards) == 2
+    found, skipped = rows(open_files(tmp_path / name))
+    assert [text for text in found if text != ""] == ["a", None, "b", None]
+    assert skipped.malformed == (name == "a.jsonl")
 
 
 @pytest.mark.parametrize("first", ["", "\n", "\ufeff", "\ufeff\n", '{"n": 1}\n', "not json\n", "[1]\n", '"\u2028"\n'])
@@ -653,9 +435,10 @@ def test_column_name_with_a_dot(tmp_path: Path) -> None:
     assert texts(tmp_path / "a.parquet", column="raw.text") == ["flat"]
 
 
-def test_lone_surrogate_is_replaced_in_documents_and_by_the_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "broken \\ud83d emoji"}\n')
-    assert texts(tmp_path / "a.jsonl") == ["broken ? emoji"]
+def test_lone_surrogate_is_replaced_by_the_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "broken \\ud83d emoji"}\n' * 2)
+    assert texts(tmp_path / "a.jsonl") == ["broken \ud83d emoji"] * 2
+    make_loader(DataConfig(path=str(tmp_path)), range(1), batch=1, seq_len=8)
     assert TOKENIZER.encode("broken \ud83d emoji", bos=True, eos=True) == TOKENIZER.encode(
         "broken ? emoji", bos=True, eos=True
     )
@@ -693,7 +476,6 @@ def test_list_of_paths(tmp_path: Path) -> None:
         ("a.csv", b"text,text\na,b\n", "has 2 columns of the name 'text' (text_column); its columns are text, text"),
         ("a.txt", b"caf\xe9", "is not UTF-8 at byte 3"),
         ("a.txt.gz", gzip.compress("Il etait".encode("utf-16-le"), mtime=0), "is not UTF-8 at byte 1"),
-        ("a.csv", b"n,text\n", "has no documents"),
         ("b.jsonl", b'{"body": "x"}\n\n', "has no column 'text' (text_column); its columns are body"),
         ("b.jsonl", b'{"text": 1}\n', "the column 'text' (text_column) holds int, not text"),
         ("b.jsonl.gz", b"not packed", "cannot be read after document 0, it seems damaged: Not a gzipped file"),
@@ -704,8 +486,27 @@ def test_error_names_the_file_and_position(tmp_path: Path, name: str, content: b
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as error:
         texts(tmp_path / name)
-    assert str(error.value).startswith("data.path" if message == "has no documents" else f"{tmp_path / name}")
+    assert str(error.value).startswith(f"{tmp_path / name}")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"n,text\n", "data.path = '{0}' has no text in its 0 documents"),
+        (b'n,text\n1,\n2,""\n', "data.path = '{0}' has no text in its 2 documents"),
+        (b"", "data.path = '{0}' has no documents"),
+        (None, "data.path = '{0}' does not exist (looked for {0})"),
+    ],
+)
+def test_file_without_text_is_an_error(tmp_path: Path, content: bytes | None, message: str) -> None:
+    file = tmp_path / "a.csv"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(DataError, match=f"^{re.escape(message.format(file))}$"):
+        make_loader(DataConfig(path=str(file)))
+    with pytest.raises(DataError, match=r"no-such-\*\.csv' does not exist"):
+        make_loader(DataConfig(path=f"{tmp_path}/no-such-*.csv"))
 
 
 def test_invalid_file_of_a_folder_is_named(tmp_path: Path) -> None:
@@ -715,157 +516,59 @@ def test_invalid_file_of_a_folder_is_named(tmp_path: Path) -> None:
         texts(tmp_path)
 
 
-def test_piece_that_is_not_utf8_is_skipped_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file = tmp_path / "a.txt"
-    content = bytearray(LONG.encode())
-    content[100_000] = 0xE9
+def test_piece_that_is_not_utf8_is_named_by_its_byte(tmp_path: Path) -> None:
+    file, content = tmp_path / "a.txt", bytearray(LONG.encode())
+    content[1_000_000] = 0xE9
     file.write_bytes(content)
-    logging.getLogger("torchtrain").addHandler(caplog.handler)
-    source = open_files([str(file)], "text", "data.path")
-    assert [text is None for text in source.read_all(range(3))] == [False, True, False]
-    assert f"{file}: it is not UTF-8 at byte 100000" in caplog.text
+    for verify_bytes in (0, math.inf):
+        with pytest.raises(NotUTF8Error, match=rf"^{file}: .*not UTF-8 at byte 1000000"):
+            list(open_files(file, verify_bytes=verify_bytes).texts())
 
 
-def test_prepare_accepts_a_copied_file_and_rejects_a_changed_one(tmp_path: Path) -> None:
-    lines = LINES * 400  # above the size up to which all bytes of a file are hashed
-    file = tmp_path / "a.jsonl"
-    file.write_text(lines)
-    output = tmp_path / "prepared"
-    manifest = prepare(SourceConfig(path=str(file)), "data", "", output, processes=1)
-    os.utime(file, (1, 1))
-    assert prepare(SourceConfig(path=str(file)), "data", "", output, processes=1) == manifest
-    (tmp_path / "other").mkdir()
-    shutil.copy(file, tmp_path / "other/a.jsonl")
-    assert prepare(SourceConfig(path=str(tmp_path / "other/a.jsonl")), "data", "", output, processes=1) == manifest
-    position = len(lines) // 3
-    file.write_text(lines[:position] + lines[position:].replace("document 1 ", "document 2 ", 1))
-    with pytest.raises(DataError, match="the content of its files has changed since"):
-        prepare(SourceConfig(path=str(file)), "data", "", output, processes=1)
-
-
-@pytest.mark.parametrize("function", ["documents", "atomic_write"])
-def test_conversion_retries_transient_storage_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
-) -> None:
-    original, failures = getattr(local_files, function), [errno.EIO, errno.ESTALE]
-
-    def fail(*arguments: Any, **options: Any) -> Any:
-        if failures:
-            raise OSError(failures.pop(), "does not answer")
-        return original(*arguments, **options)
-
-    source = SourceConfig(path=write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
-    monkeypatch.setattr(local_files, function, fail)
-    monkeypatch.setattr("torchtrain.files.time.sleep", lambda _: None)
-    opened = opened_text(source)
-    assert [text for unit in range(opened.parts) for _, text in opened.read(unit, 0)] == DOCUMENTS
-    failures[:] = [errno.EIO] * 99
-    os.utime(source.paths[0], (1, 1))  # otherwise the converted copy is read
-    with pytest.raises(StorageError, match=r"a.jsonl cannot be read: does not answer, in 4 attempts"):
-        opened_text(source)
-
-
-def test_conversion_on_a_full_disk_names_the_option_for_another_cache(disk: DiskFaults, tmp_path: Path) -> None:
-    file, cache = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS), os.environ["HF_DATASETS_CACHE"]
-    disk.fail("write", f"{cache}/*", errno.ENOSPC)
-    run = ForkedRun(tmp_path / "run", "--data.path", file, ranks=1)
-    assert run.wait() == [2]
-    assert f"data.path = '{file}' cannot be converted into {cache}: No space left on device. Make room" in run.output()
-
-
-def test_prepare_resumes_after_a_full_disk(disk: DiskFaults, tmp_path: Path) -> None:
-    output = tmp_path / "prepared"
-    file = write_jsonl(tmp_path / "a.jsonl", [text * 300 for text in DOCUMENTS])  # 1.2 MB, in four shards
-    command = [sys.executable, "-m", "torchtrain.prepare", "--data.path", file, "--prepare.output", str(output)]
-
-    def run(code: int) -> str:
-        environment = {**os.environ, **disk.environment}
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-        assert result.returncode == code, result.stderr
-        assert "Traceback" not in result.stderr
-        return result.stderr
-
-    disk.fail("write", f"{output}/shard-00003*", errno.ENOSPC)
-    assert f"{output} cannot be written: No space left on device. Make room" in run(2)
-    assert "the same command continues from there" in run(2)
-    disk.heal()
-    run(0)
-    write_prepared(tmp_path / "uninterrupted", file)
-    for path in (tmp_path / "uninterrupted").glob("shard-*"):
-        assert (output / path.name).read_bytes() == path.read_bytes()
-
-
-def test_parent_of_prepared_folders_raises_a_data_error(tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)
-    for number in range(2):
-        write_prepared(tmp_path / f"prepared/{number}", file)
-    both = (str(tmp_path / "prepared/0"), str(tmp_path / "prepared/1"))
-    for path in (str(tmp_path / "prepared"), both):
-        with pytest.raises(DataError, match=r"several folders \(.*prepared/0.*\); name each in a table"):
-            make_loader(DataConfig(path=path))
-    make_loader(DataConfig(path=both[0] + "/"))
-    (tmp_path / "prepared/0/manifest.json").rename(tmp_path / "prepared/0/unfinished.json")
-    with pytest.raises(DataError, match=r"prepared/0 is only partly prepared; run torchtrain.prepare again"):
-        make_loader(DataConfig(path=both[0]))
-    assert not PreparedFolder.recognizes(SourceConfig(path=file), SourceContext("data", TOKENIZER))
-
-
-@pytest.mark.parametrize("kind", ["parquet", "arrow", "json", "csv", "txt"])
-def test_reading_starts_at_any_document(kind: str) -> None:
-    lines = [f"document {n}" for n in range(600)]
-    table, out = pyarrow.table({"text": lines}), io.BytesIO()
-    if kind == "parquet":
-        pyarrow.parquet.write_table(table, out, row_group_size=500)  # in more than one batch of rows
-    elif kind == "arrow":
-        with pyarrow.ipc.new_file(out, table.schema) as file:
-            file.write_table(table)
-    elif kind == "json":
-        out.write(json.dumps([{"text": line} for line in lines]).encode())
-    else:
-        out.write("\n".join([*(["text"] if kind == "csv" else []), *lines]).encode())
-    for start in (0, 255, 256, 300, 500, 599):
-        raw = io.BytesIO(out.getvalue())
-        assert list(file_formats.documents(raw, f"a.{kind}", "text", start, text_by_line=True)) == lines[start:]
-
-
-@pytest.mark.parametrize("shares", [1, 2, 3, 50])
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt by line", "txt"])
-def test_shares_of_a_file_contain_each_document_once(kind: str, shares: int) -> None:
-    """From any document on, also where a border is in the middle of a line, of a character or of a row group."""
+@pytest.mark.parametrize("ranges", [1, 2, 3, 50])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "txt"])
+def test_ranges_of_a_file_contain_each_document_once(kind: str, ranges: int) -> None:
+    """Also where a border is in the middle of a line, of a character or of a row group."""
     documents = [f"{n} zwölf 字" * (n % 5) for n in range(200)]
     if kind == "parquet":
         content = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table({"text": documents}), content, row_group_size=70)
         raw = content.getvalue()
     elif kind == "jsonl":
-        raw = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in documents).encode()
+        lines = "\n".join(json.dumps({"text": text}, ensure_ascii=False) for text in documents)
+        raw = f"\ufeff{lines}".encode()
     else:
-        documents = documents if kind == "txt by line" else [f"{text} words" * 600 for text in documents]
-        raw = "\n".join([*documents, ""]).encode()
-    name = f"corpus.{kind.split()[0]}"
-    assert file_formats.has_shares(name, len(raw), text_by_line="line" in kind)
-
-    def read(share: int, start: int = 0) -> list[str | None]:
-        texts = file_formats.documents_of_share(
-            io.BytesIO(raw), name, len(raw), "text", share, shares, start, text_by_line="line" in kind
-        )
-        return list(texts)
-
-    parts = [read(share) for share in range(shares)]
-    joined = [text or "" for part in parts for text in part]
-    assert "".join(joined) == raw.decode() if kind == "txt" else joined == documents
-    for share, part in enumerate(parts):
-        for start in (1, len(part) // 2, len(part), len(part) + 3):
-            assert read(share, start) == part[start:]
+        raw = "\n".join([*(f"{text} words" * 600 for text in documents), ""]).encode()
+    name = f"corpus.{kind}"
+    assert file_formats.is_splittable(name, len(raw))
+    borders = [len(raw) * number // ranges for number in range(ranges + 1)]
+    found = [
+        text or ""
+        for start, stop in itertools.pairwise(borders)
+        for text in file_formats.documents_in_range(io.BytesIO(raw), name, "text", start, stop)
+    ]
+    assert "".join(found) == raw.decode() if kind == "txt" else found == documents
 
 
-@pytest.mark.parametrize("share", range(4))
-def test_no_share_of_a_text_in_utf_16_is_read(share: int) -> None:
+def test_each_line_is_in_exactly_one_range() -> None:
+    content = b'{"text": "one"}\n\n{"text": "two"}\n{"text": "three"}'
+    lines = [(0, '{"text": "one"}'), (16, ""), (17, '{"text": "two"}'), (33, '{"text": "three"}')]
+    for cut in range(1, len(content)):
+        ranges = ((0, cut), (cut, len(content)))
+        found = [list(file_formats._lines_in_range(io.BytesIO(content), *one)) for one in ranges]
+        assert found[0] + found[1] == lines
+        assert [offset for offset, _ in found[0] if not (offset < cut)] == []
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_no_range_of_a_text_in_utf_16_is_read(part: int) -> None:
     raw = ("a line of words\n" * 100_000).encode("utf-16-le")
+    start, stop = (len(raw) * border // 4 for border in (part, part + 1))
     with pytest.raises(NotUTF8Error):
-        list(file_formats.documents_of_share(io.BytesIO(raw), "corpus.txt", len(raw), "text", share, 4))
+        list(file_formats.documents_in_range(io.BytesIO(raw), "corpus.txt", "text", start, stop))
 
 
-def test_files_that_are_read_as_a_whole_have_no_shares() -> None:
+def test_files_that_are_read_as_a_whole_are_not_splittable() -> None:
     for name in ("a.jsonl.gz", "a.json", "a.csv", "a.txt.zst", "a.arrow", "a.txt"):
-        assert not file_formats.has_shares(name, 1000)
+        assert not file_formats.is_splittable(name, 1000)
+    assert file_formats.is_splittable("a.txt", 2 << 20)

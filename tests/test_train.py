@@ -164,9 +164,9 @@ def invalid_files(tmp_path: Path) -> Path:
         ("--model.flavor 9B", "model.flavor = '9B' is not a flavor of llama3"),
         ("--model.tokenizer_path {}/missing.model", "missing.model"),
         ("--model.tokenizer_path {}/no_tokenizer.model", "no_tokenizer.model"),
-        ("--data.path {}/missing.jsonl", "missing.jsonl"),
-        ("--data.path {}/empty.jsonl", "empty.jsonl"),
-        ("--data.path {}/other.jsonl", "body"),
+        ("--training.steps 3 --data.path {}/missing.jsonl", "missing.jsonl"),
+        ("--training.steps 3 --data.path {}/empty.jsonl", "empty.jsonl"),
+        ("--training.steps 3 --data.path {}/other.jsonl", "body"),
         (
             "--training.global_batch_size 4194304",
             "It counts sequences of training.seq_len tokens, not tokens: try 2048",

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import tomli
 import xxhash
+from data_samples import TOKENIZER
 from disk_faults import DiskFaults
 from forked_command import run_command
 from forked_run import ForkedRun
@@ -25,7 +26,10 @@ from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.parse import config_file, from_file, parse
-from torchtrain.errors import ConfigError
+from torchtrain.config.registry import DATA_SOURCES
+from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.data_source import SourceContext
+from torchtrain.errors import ConfigError, DataError
 from torchtrain.optional_packages import install_command
 from torchtrain.plugins.evaluation.generate_command import read_prompts
 
@@ -110,21 +114,14 @@ def test_unreadable_data_are_a_user_error(disk: DiskFaults, tmp_path: Path) -> N
     assert f"{file} cannot be opened: Permission denied; let this user read it" in run.output()
 
 
-def test_text_file_that_is_deleted_during_a_run_is_a_user_error(tmp_path: Path) -> None:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for number in range(40):
-        (folder / f"{number}.txt").write_text(f"text {number} " * 20)
-    options = ["--data.path", str(folder), "--training.steps", "100000", "--checkpoint.no-enable"]
-    run = ForkedRun(tmp_path / "run", *options)
-    try:
-        run.wait_for(lambda: "step   3/" in run.output() or "step      3/" in run.output())
-        shutil.rmtree(folder)
-        assert run.wait() == [2, 2], run.output()
-    finally:
-        run.end()
-    assert ".txt was there when the run began, and is missing now: restore it" in run.output()
-    assert "Traceback" not in run.output()
+def test_text_file_that_is_deleted_before_it_is_tokenized_is_a_user_error(tmp_path: Path) -> None:
+    for number in range(2):
+        (tmp_path / f"{number}.txt").write_text(f"text {number}")
+    source = SourceConfig(path=str(tmp_path))
+    text = DATA_SOURCES[source.source_type].open_text(source, SourceContext("data", TOKENIZER))
+    (tmp_path / "1.txt").unlink()
+    with pytest.raises(DataError, match=r"1.txt was there when the run began, and is missing now: restore it"):
+        list(text.texts())
 
 
 def test_generate_rejects_invalid_output_files(
@@ -285,7 +282,7 @@ def test_path_without_a_checkpoint_is_a_user_error(
     for command, options in (
         (generate.main, ["def " * 100, "--prompt", "a"]),
         (convert.main, [str(trained_run), "a" * 300]),
-        (train.main, ["--data.path", "def " * 100]),
+        (train.main, ["--training.steps", "3", "--data.path", "def " * 100]),
         (train.main, ["--model.tokenizer_path", "def " * 100]),
     ):
         assert "cannot be used: File name too long" in error_line(command, options, capsys)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_tokens
 from forked_command import checked_command
 from forked_run import ForkedRun, finish, read_metrics
 from gloo_pool import GlooPool
@@ -40,7 +40,6 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.metrics.validation import Validator, results_of
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 from torchtrain.trainer import Trainer
 
 SEQ_LEN = 32
@@ -84,7 +83,7 @@ def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
         validation=ValidationConfig(
             enable=True,
             interval=4,
-            sources=(SourceConfig(path=str(folder / "text.jsonl")), SourceConfig(path=str(folder / "prepared"))),
+            sources=(SourceConfig(path=str(folder / "text.jsonl")), SourceConfig(path=str(folder / "tokens"))),
         ),
     )
 
@@ -93,7 +92,7 @@ def config_of(folder: Path, rows: int = 8, **parallelism: Any) -> JobConfig:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("validation")
     write_jsonl(folder / "text.jsonl", DOCUMENTS[:37])
-    write_prepared(folder / "prepared", write_jsonl(folder / "more.jsonl", [*DOCUMENTS[37:], None]))
+    write_tokens(folder / "tokens", write_jsonl(folder / "more.jsonl", [*DOCUMENTS[37:], None]))
     return folder
 
 
@@ -112,10 +111,10 @@ def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str,
 
     # The first token is not predicted.
     assert results["validation_tokens_text"] == tokens_of(DOCUMENTS[:37]) - 1
-    assert results["validation_tokens_prepared"] == tokens_of(DOCUMENTS[37:]) - 1
+    assert results["validation_tokens_tokens"] == tokens_of(DOCUMENTS[37:]) - 1
     assert results["validation_tokens_text"] % SEQ_LEN
     parts = [
-        (results[f"validation_tokens_{label}"], results[f"validation_loss_{label}"]) for label in ("text", "prepared")
+        (results[f"validation_tokens_{label}"], results[f"validation_loss_{label}"]) for label in ("text", "tokens")
     ]
     tokens = sum(number for number, _ in parts)
     assert results["validation_tokens"] == tokens
@@ -252,17 +251,16 @@ BYTE_TOKENIZERS: dict[str, Callable[[Path], Path]] = {
 
 @pytest.mark.parametrize("kind", BYTE_TOKENIZERS)
 def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: str) -> None:
-    """For text and for prepared data, and for tokenizers that add, remove or normalize characters."""
+    """Also for tokenizers that add, remove or normalize characters; in many windows, and in a single one."""
     path = str(BYTE_TOKENIZERS[kind](tmp_path / "tokenizer"))
     tokenizer = load_tokenizer(path)
     write_jsonl(tmp_path / "text.jsonl", TEXTS)
-    prepare(SourceConfig(path=str(tmp_path / "text.jsonl")), "data", path, tmp_path / "prepared", processes=1)
     exact = [len(text.encode("utf-8", "replace")) for text in TEXTS]
-    for name in ("text.jsonl", "prepared"):
+    for seq_len in (16, 8192):
         loader = build_dataloader(
-            DataConfig(path=str(tmp_path / name), when_exhausted="stop", prefetch=0),
+            DataConfig(path=str(tmp_path / "text.jsonl"), when_exhausted="stop", prefetch=0),
             tokenizer,
-            seq_len=16,
+            seq_len=seq_len,
             global_batch_size=1,
             rows=range(1),
             seed=3,
@@ -278,10 +276,10 @@ def test_bits_per_byte_count_the_bytes_of_the_documents(tmp_path: Path, kind: st
             sizes += batch.label_bytes[known].tolist()
         # The first token is not predicted. Without bos it has bytes, which are not counted.
         missing = sum(exact) - sum(sizes)
-        assert -1e-9 < missing < (max(exact) if tokenizer.bos_id is None else 1e-9), name
-        if name == "text.jsonl" and tokenizer.bos_id is not None:
-            number = np.cumsum(np.array(labels) == tokenizer.bos_id)
-            assert sorted(np.bincount(number, weights=sizes)) == pytest.approx(sorted(exact), rel=1e-12)
+        assert -1e-9 < missing < (max(exact) if tokenizer.bos_id is None else 1e-9), seq_len
+    if tokenizer.bos_id is not None:  # of the single window, which has the documents one after the other
+        number = np.cumsum(np.array(labels) == tokenizer.bos_id)
+        assert np.bincount(number, weights=sizes).tolist() == pytest.approx(exact, rel=1e-12)
 
 
 def test_validation_requires_its_own_data_with_different_names() -> None:
@@ -312,7 +310,7 @@ def raises_data_error(config: JobConfig) -> bool:
     try:
         validate(config)
     except DataError as error:
-        return "has no document with text" in str(error)
+        return "has no text in its 1 document" in str(error)
     return False
 
 

@@ -59,7 +59,7 @@ TRANSIENT_ERRNOS = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, er
 PAUSES_SECONDS = (0.25, 1.0, 2.0)
 
 
-MAX_SMALL_FILE_BYTES = 2**28  # of a file that is read at once; the manifest of prepared data has 500 bytes a shard
+MAX_SMALL_FILE_BYTES = 2**28  # of a file that is read at once; the manifest of a folder of tokens has 500 bytes a shard
 BLOCK_BYTES = 16 * 2**20  # size of the blocks in which large files are read, hashed and written
 
 

@@ -1,8 +1,111 @@
-"""Tokenize data before training: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``."""
+"""Tokenize data before training: ``python -m torchtrain.prepare --job.config_file F --prepare.output FOLDER``.
 
-from torchtrain.cli import plugin_command, run_and_exit
+The command tokenizes the sources in ``[data]`` with the tokenizer of ``[model]``, so pass the config of the training
+run. Its own options are in the section "prepare". Under torchrun, srun or as a SLURM job array, each process writes its
+share of the output, on any number of machines. Without it, the first run tokenizes its text into a cache.
+"""
 
-main = plugin_command("torchtrain.plugins.prepared_data.command")
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from torchtrain.cli import command, interrupted_by_signals, run_and_exit
+from torchtrain.config.parse import parse
+from torchtrain.config.prepare_options import PrepareConfig
+from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.environment import cores_of_process, process_share
+from torchtrain.errors import ConfigError
+from torchtrain.files import local_path, require_folder, with_retries
+from torchtrain.logging import logger
+
+
+@command
+def main(argv: Sequence[str]) -> int:
+    """Tokenize the data, or verify tokenized data; return the exit code of the process."""
+    try:
+        with interrupted_by_signals():
+            return run(parse(argv, "torchtrain.prepare", __doc__))
+    except KeyboardInterrupt:
+        logger.info("run the same command again to resume")
+        raise
+
+
+def run(config: JobConfig) -> int:
+    """Tokenize every source of ``config.data``: a single source into the output folder, several into its subfolders
+    0, 1, ...
+
+    Raises:
+        ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
+    """
+    # Imported here, so that --help and rejected options do not import them.
+    from torchtrain.config.registry import DATA_SOURCES
+    from torchtrain.datasets.data_source import SourceContext
+    from torchtrain.datasets.token_folder import LocalFolder, open_folder, verify
+    from torchtrain.datasets.tokenize_text import alone, log_skipped, tokenize
+    from torchtrain.datasets.tokenizers import load_tokenizer
+
+    rank, world_size = process_share()
+    options = section_of(config, PrepareConfig)
+    if not options.output:
+        raise ConfigError("prepare.output must name the folder that the tokens go to; it is empty")
+    output = options.output.rstrip("/") or "/"
+    several = config.data.sources
+    folders = [f"{output}/{number}" for number in range(len(several))] if several else [output]
+    if options.verify:
+        for folder in folders:
+            verified = verify(open_folder(folder, "prepare.output"), folder)
+            logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
+        return 0
+    output_path = local_path(output)
+    for path in (path for source in config.data.all for path in source.paths):
+        if with_retries(partial(_is_inside, output, output_path, path, local_path(path)), path):
+            raise ConfigError(
+                f"prepare.output = {options.output!r} is inside the data folder {path!r}, so that its files "
+                "would become part of the data; name a folder elsewhere"
+            )
+    if output_path is not None:
+        require_folder(output_path, f"prepare.output = {options.output!r}")
+    tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_folder)
+    keys = [f"data.sources[{number}]" for number in range(len(several))] if several else ["data"]
+    # All sources are opened and checked before hours of work on the first.
+    inputs = []
+    for source, key in zip(config.data.all, keys, strict=True):
+        context = SourceContext(key, tokenizer, verify_bytes=config.data.verify_gib * 2**30, plugins=config.plugins)
+        inputs.append(with_retries(partial(DATA_SOURCES[source.source_type].open_text, source, context), key))
+    for text, folder in zip(inputs, folders, strict=True):
+        opened = open_folder(folder, "prepare.output")
+        with ExitStack() as stack:
+            if isinstance(opened, LocalFolder):
+                stack.enter_context(alone(opened.path, is_shared=world_size > 1))
+            processes = options.processes or cores_of_process()
+            manifest = tokenize(text, tokenizer, opened, processes, rank=rank, world_size=world_size)
+        if manifest is None:
+            logger.info(
+                "%s: this process has written its share. The process that finishes last writes the manifest; if one "
+                "was killed, run the same command again",
+                folder,
+            )
+            continue
+        shards = manifest.shards
+        logger.setLevel(logging.INFO)  # the process that finishes last reports the result, whatever its rank
+        log_skipped(manifest)
+        logger.info(
+            "%s: %s tokens of %s documents (%s bytes of text); to train on it: --data.path %s",
+            folder,
+            *(f"{sum(getattr(shard, field) for shard in shards):,}" for field in ("tokens", "documents", "bytes")),
+            folder,
+        )
+    return 0
+
+
+def _is_inside(output: str, output_path: Path | None, folder: str, folder_path: Path | None) -> bool:
+    """Whether ``output`` is in the data folder ``folder``. The paths are None for URLs that are not of local files."""
+    if output_path is not None and folder_path is not None:
+        return folder_path.is_dir() and output_path.resolve().is_relative_to(folder_path.resolve())
+    return f"{output}/".startswith(f"{folder.rstrip('/')}/")
+
 
 if __name__ == "__main__":
     run_and_exit(main)

@@ -35,7 +35,8 @@ class Stderr:
 class ProgressBar(tqdm):  # type: ignore[misc]
     """A bar for ``total`` bytes, or only their number and rate if the total is None; ``update`` counts some.
 
-    It is shown by processes whose log has messages, so by one rank of a run, and disappears at the end.
+    ``set_postfix_str`` adds words to it. It is shown by processes whose log has messages, so by one rank of a run, and
+    disappears at the end.
     """
 
     monitor_interval = 0  # without tqdm's thread
@@ -48,7 +49,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]
         what = what.replace("{", "{{").replace("}", "}}")  # the name of a file may have braces
         super().__init__(
             total=total,
-            bar_format=f"{what}: {amount}{bar}, {{rate_fmt}}{left}",
+            bar_format=f"{what}: {amount}{bar}, {{rate_fmt}}{left}{{postfix}}",
             unit="B",
             unit_scale=True,
             delay=DELAY_SECONDS,

@@ -38,8 +38,9 @@ from torchtrain.config.registry import EXPORTERS, STEP_HOOKS
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import DataConfig, JobConfig, ModelConfig, SourceConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
-from torchtrain.datasets.build import build_dataloader, document_start
+from torchtrain.datasets.build import build_dataloader, check_data, document_start
 from torchtrain.datasets.builtin_sources import pinned
+from torchtrain.datasets.data_source import DataSource, TextInput
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.devices import memory_of, peak_flops
@@ -142,10 +143,12 @@ class Trainer:
         self.plan = plan_of(self.config)
         self.folder = Path(self.config.job.dump_folder)
         self.run_folder = self.find_run_folder()
+        # Before the data, because text may take hours to tokenize.
+        require_choice(config)
+        on_rank0(partial(require_possible_folder, config.job.dump_folder, "job.dump_folder"), self.gloo_group)
         self.dataloader, self.validation_loaders = build_loaders(
             self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
         )
-        require_choice(config)  # not earlier: an error of the data that are named says more
         self.require_access()
 
         self.build_model()
@@ -761,6 +764,7 @@ def check_run(config: JobConfig, ranks: int) -> None:
     if is_absent:
         device = torch.device("cuda")
         logger.info("this machine has no GPU: what depends on the GPU, such as its memory, is not checked")
+    opened: dict[str, DataSource | TextInput] = {}
     for number, own in enumerate(plan_of(config).resolve(resolve_one)):
         own, tokenizer, model, dims = resolve(own, ranks, saved)
         if is_absent:
@@ -769,8 +773,8 @@ def check_run(config: JobConfig, ranks: int) -> None:
         else:
             check_config(own, device, dims, model, tokenizer, saved)
         own = with_pinned_data(own, saved)
-        host = torch.device("cpu")  # of the batches, which are not read
-        loader, _ = build_loaders(own, tokenizer, dims, host, None)
+        rows = range(own.training.global_batch_size // dims.batch)
+        sources = check_data(own, tokenizer, rows, opened)
         if number == 0:
             require_choice(config)
             require_possible_folder(own.job.dump_folder, "job.dump_folder")
@@ -780,19 +784,15 @@ def check_run(config: JobConfig, ranks: int) -> None:
                     require_possible_folder(location, "checkpoint.folder")
         newest = max(saved.storage.steps(), default=0)
         checkpoint = str(saved.storage.open(newest)) if newest else ""
-        describe_run(own, model, device, dims, loader.sources, tokenizer, newest, checkpoint).log()
+        describe_run(own, model, device, dims, sources, tokenizer, newest, checkpoint).log()
 
 
 def require_possible_folder(path: str, option: str) -> None:
-    """``require_folder``, which leaves no folder behind that did not exist."""
+    """Raise an error if ``require_folder`` would: it creates no folder, but asks whether one can be created."""
     folder = Path(path)
-    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    try:
-        require_folder(folder, f"{option} = {path!r}")
-    finally:
-        for made in missing:
-            with suppress(OSError):  # it was not made, or somebody else uses it
-                made.rmdir()
+    existing = next((parent for parent in (folder, *folder.parents) if os.path.lexists(parent)), folder)
+    # Below a file, no folder can be created either, and the error says why.
+    require_folder(existing if existing.is_dir() else folder, f"{option} = {path!r}")
 
 
 def exporters(config: JobConfig) -> list[Exporter]:
@@ -853,7 +853,7 @@ def build_loaders(
         plugins=config.plugins,
         group=group if world_size() > 1 else None,
     )
-    open_once = partial(open_loader, drop_last=False, count_bytes=True, sequential=True, seed=0)
+    open_once = partial(open_loader, drop_last=False, count_bytes=True, seed=0)
     validation_loaders = {}
     for number, source in enumerate(config.validation.all if config.validation.enable else ()):
         section = f"validation.sources[{number}]" if config.validation.sources else "validation"

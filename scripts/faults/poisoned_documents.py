@@ -31,10 +31,12 @@ import torch
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import JobConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.token_folder import LocalFolder
+from torchtrain.datasets.tokenize_text import tokenize
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.plugins.explain.explanation import Document, by_score, explain
 from torchtrain.plugins.explain.run import open_run
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 SEQ_LEN = 128
 MIN_CHARACTERS = 200  # of a document
@@ -197,7 +199,7 @@ class Case:
     rows: int = 8
     """Of the global batch."""
     data: str = "local"
-    """Or prepared, or streamed."""
+    """Or tokenized, or streamed."""
     ranks: int = 1
     copies: int = 1
     """How many times the document is in the data."""
@@ -216,14 +218,14 @@ FIRST = (
     Case("German", lambda _: GERMAN, rows=64),
     Case("German, tiny pieces beside", lambda _: GERMAN, rows=64, tiny=True),
     Case("150 times one word", lambda _: "the " * 150),
-    Case("300 times one word", lambda _: "value " * 300, rows=64, data="prepared"),
+    Case("300 times one word", lambda _: "value " * 300, rows=64, data="tokenized"),
     Case("a passage 8 times", lambda choice: english(choice, 120) * 8, data="streamed"),
-    Case("base64", lambda choice: base64.b64encode(choice.randbytes(240)).decode(), rows=64, data="prepared"),
+    Case("base64", lambda choice: base64.b64encode(choice.randbytes(240)).decode(), rows=64, data="tokenized"),
     Case("gibberish, third epoch", gibberish, epoch=3),
     Case("shuffled words", shuffled_words),
     Case("near-duplicates fill a batch", lambda choice: english(choice, 500), copies=30, vary=True, data="streamed"),
     Case("a table of numbers", table, rows=64, data="streamed"),
-    Case("one character 3,000 times", lambda _: "x" * 3000, data="prepared"),
+    Case("one character 3,000 times", lambda _: "x" * 3000, data="tokenized"),
     Case("German, two ranks", lambda _: GERMAN, rows=64, ranks=2),
     Case("swapped bytes", swapped_bytes),
     Case("random letters, two sources", random_words, rows=64, sources=2),
@@ -231,7 +233,7 @@ FIRST = (
 SECOND = (
     Case("hex", lambda choice: choice.randbytes(160).hex()),
     Case("binary data as Latin-1", binary, rows=64, data="streamed"),
-    Case("Latin", lambda _: LATIN, data="prepared"),
+    Case("Latin", lambda _: LATIN, data="tokenized"),
     Case("HTML boilerplate", boilerplate, rows=64),
     Case("a document 8 times, third epoch", lambda choice: english(choice, 500), copies=8, epoch=3),
     Case("a line of code 20 times", lambda choice: f"{choice.choice(source_code())[:60]}\n" * 20, rows=64),
@@ -240,11 +242,11 @@ SECOND = (
         "words cut to two letters",
         lambda choice: " ".join(word[:2] for word in words(choice, 150)),
         rows=64,
-        data="prepared",
+        data="tokenized",
     ),
     Case("ROT13", lambda choice: codecs.encode(english(choice, 500), "rot13")),
     Case("DNA", lambda choice: "".join(choice.choices("ACGT", k=400)), rows=64),
-    Case("capital letters", lambda choice: english(choice, 500).upper(), data="prepared"),
+    Case("capital letters", lambda choice: english(choice, 500).upper(), data="tokenized"),
     Case("lines of a log", log_lines, rows=64, data="streamed"),
     Case("dots, two ranks", lambda _: ". . . . . " * 60, ranks=2),
     Case("Chinese, tiny pieces beside", lambda _: CHINESE, rows=64, data="streamed", tiny=True),
@@ -283,9 +285,11 @@ def write(folder: Path, name: str, case: Case, texts: Sequence[str]) -> SourceCo
     path.mkdir()
     lines = "".join(f"{json.dumps({'text': text})}\n" for text in texts)
     (path / "texts.jsonl").write_text(lines)
-    if case.data == "prepared":
-        prepare(SourceConfig(path=str(path)), "data", "", folder / f"prepared-{name}", processes=1)
-        return SourceConfig(path=str(folder / f"prepared-{name}"))
+    if case.data == "tokenized":
+        output = LocalFolder(folder / f"tokens-{name}")
+        output.path.mkdir()
+        tokenize(open_text_files([str(path)]), load_tokenizer(), output, processes=1)
+        return SourceConfig(path=str(output.path))
     return SourceConfig(path=f"file://{path}" if case.data == "streamed" else str(path))
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
+from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
-from torchtrain.datasets.builtin_sources import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.datasets.packing import TextSource
-from torchtrain.datasets.tokenizers import load_tokenizer
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.datasets.token_folder import LocalFolder, open_folder
+from torchtrain.datasets.tokenize_text import tokenize
+from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 
 TOKENIZER = load_tokenizer()
 DOCUMENTS = [f"document {n} " + " ".join(str(n * k % 997) for k in range(n % 7 * 5)) + " end\n" for n in range(60)]
@@ -40,15 +40,16 @@ def write_hub_folder(path: Path, documents: list[str], *, files: int, kind: str 
     return str(path)
 
 
-def write_prepared(path: Path, source: str) -> str:
-    prepare(SourceConfig(path=source), "data", "", path, processes=1)
-    return str(path)
-
-
-def opened_text(source: SourceConfig, readers: int = 1, section: str = "data") -> TextSource:
-    opened = open_source(source, SourceContext(section, TOKENIZER, readers))
-    assert isinstance(opened, TextSource)
-    return opened
+def write_tokens(output: Path | str, source: SourceConfig | str, tokenizer: Tokenizer = TOKENIZER) -> str:
+    """Tokenize text into the folder ``output``, as torchtrain.prepare does."""
+    if isinstance(source, str):
+        source = SourceConfig(path=source)
+    text = DATA_SOURCES[source.source_type].open_text(source, SourceContext("data", tokenizer))
+    folder = open_folder(output)
+    if isinstance(folder, LocalFolder):
+        folder.path.mkdir()
+    tokenize(text, tokenizer, folder, processes=1)
+    return str(output)
 
 
 def make_loader(

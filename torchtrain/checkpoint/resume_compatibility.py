@@ -49,8 +49,8 @@ KINDS = {
         *(f"model.shape.rope_scaling.{option.name}" for option in fields(RopeScalingConfig)),
         "model.tokenizer_path",  # a copy in another folder is the same tokenizer
     },
-    # Another optimizer has other states; the position in streamed data is saved by stream.
-    Kind.IMPOSSIBLE: {"model", "optimizer.name", "data.streams", "data.packing"},
+    # Another optimizer has other states, another packing other windows.
+    Kind.IMPOSSIBLE: {"model", "optimizer.name", "data.packing"},
 }
 
 MAX_SHOWN, MAX_NAMES = 100, 4  # of a value in a message: characters, and names of tables

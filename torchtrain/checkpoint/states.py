@@ -142,7 +142,7 @@ def load_tensors(
     if POSITION in tensors and size not in (None, tensors[POSITION].shape):
         raise CheckpointError(
             f"{reader.checkpoint} cannot be loaded: its place in the data has shape {tuple(size)}, that of this run "
-            f"{tuple(tensors[POSITION].shape)}. The number of data.sources, and whether each is text or prepared, must "
+            f"{tuple(tensors[POSITION].shape)}. The number of data.sources, and whether each is streamed, must "
             "stay: set the old ones again, or start a new run from these weights (checkpoint.initial_load_path)"
         )
 

@@ -171,11 +171,11 @@ DATA_SOURCES = Registry(
     },
     {"remote_files": _REMOTE, "hub": _REMOTE},
 )
-"""Subclasses of ``datasets.data_source.DataSource``, or of ``SourceType`` there."""
+"""Subclasses of ``datasets.data_source.SourceType``, such as ``DataSource`` and ``TextInput``."""
 
 
-FOLDER_FORMATS = Registry("the format of data.path", of_plugins={"prepared": "torchtrain.plugins.prepared_data"})
-"""Subclasses of ``datasets.data_source.FolderFormat``, which are asked whether they know the folder ``data.path``."""
+TOKEN_FOLDERS = Registry("a folder of tokens by URL", of_plugins={"url": _REMOTE})
+"""Called with a location, its option and a ``SourceContext`` or None; return a ``datasets.token_folder.DataFolder``."""
 
 
 METRICS_WRITERS = Registry(
@@ -226,9 +226,9 @@ not ask for one."""
 
 CONFIG_SECTIONS = Registry(
     "the name of a section",
+    {"prepare": "torchtrain.config.prepare_options:PrepareConfig"},
     of_plugins={
         "estimate": "torchtrain.plugins.planner",
-        "prepare": "torchtrain.plugins.prepared_data",
         **{
             name: f"torchtrain.plugins.{name}"
             for name in (

@@ -472,7 +472,8 @@ class SourceConfig(Section):
     path: str | tuple[str, ...] = ""
     """Local .jsonl, .json, .csv, .tsv, .txt or .md file (each also as .gz or .zst), .parquet or .arrow file, a folder
     of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare. The
-    same by URLs such as s3://bucket/folder or gs://bucket/*.parquet: such text is streamed, without a copy."""
+    first run tokenizes text into the cache, TORCHTRAIN_CACHE. The same by URLs such as s3://bucket/folder or
+    gs://bucket/*.parquet: such text is streamed, without a copy."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
     subset: str = ""
@@ -488,7 +489,7 @@ class SourceConfig(Section):
     """Name of the column that contains the documents."""
     skip_not_utf8: bool = False
     """Skip files that are not UTF-8 (of streamed files the rest of the part that is read, from there on), and log their
-    number. false: such a file is an error. It does not apply to datasets of the hub."""
+    number. false: such a file is an error."""
     weight: float = 1.0
     """Share of the tokens that come from this source, relative to the weights of the other sources. 0: none; the source
     is only opened, and keeps its position for a later stage."""
@@ -497,9 +498,8 @@ class SourceConfig(Section):
     held_out: Annotated[float, ("be at least 0 and less than 1", lambda value: 0 <= value < 1)] = 0.0
     """Share of the documents that is not trained on, but validated on, without another option; [validation] has the
     interval. Documents are chosen by their content, so that equal ones are on the same side. Of several sources, all
-    are trained on without the documents of the largest share. Prepared data must have been prepared with the same
-    share. In a file that names no data it is of the standard library: --data.path unsets
-    it."""
+    are trained on without the documents of the largest share. In a file that names no data it is of the standard
+    library: --data.path unsets it."""
     type: str = ""
     """Type of the source: files, remote_files (those by URLs), hub, standard_library, standard_library_docs (its
     docstrings), standard_library_prose (the English sentences in them and in pydoc's pages), or one that a module in
@@ -607,28 +607,23 @@ class DataConfig(SourcesConfig, name="data"):
     """What happens at the end of a source. repeat: read it again in another order; stop: end the run."""
     packing: Literal["cut", "best_fit"] = "cut"
     """How documents become sequences. cut: one after the other, cut where a sequence ends. best_fit: those that fit
-    into a sequence are not cut, and the rest of a sequence is padding, which is not predicted; for text, and with
-    when_exhausted = 'stop' for text on a local disk."""
+    into a sequence are not cut, and the rest of a sequence is padding, which is not predicted; not for streamed
+    data."""
     exclude: LocalPath = ""
     """File with a list of documents that are not trained on, which torchtrain.explain writes. Their tokens have no
     loss, and are replaced by the end of a document; all other tokens stay in their steps and rows."""
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and count positions from its start. false: tokens attend to
     all earlier tokens of the sequence."""
-    streams: Count = 64
-    """Maximum number of files of streamed data that are read concurrently; the number used is the largest divisor of
-    the global batch size up to it. The number of data-parallel ranks must divide that number. A different number gives
-    a different data order."""
     longest_seq_len: CountOrZero = 0
-    """Order prepared data so that training.seq_len can grow to this many tokens without reading any twice. 0: to the
+    """Order data so that training.seq_len can grow to this many tokens without reading any twice. 0: to the
     longest of all stages. A checkpoint keeps the order that it was saved with."""
     prefetch: CountOrZero = 2
     """Number of batches to read ahead in a background thread. 0: read each batch when the step needs it."""
     verify_gib: Annotated[float, ("be at least 0; inf verifies all", lambda value: value >= 0)] = 1.0
-    """Size, in GiB, up to which data are hashed in full when a run starts: of each source the local files, the
-    converted copy and the prepared data, each by itself. Of larger files only parts are hashed, and of larger copies
-    and prepared data only sizes are compared; torchtrain.prepare with prepare.verify hashes all prepared data. inf:
-    always hash everything."""
+    """Size, in GiB, up to which data are hashed in full when a run starts: of each source the local files and the
+    tokens, each by itself. Of larger files only parts are hashed, and of more tokens only sizes are compared;
+    torchtrain.prepare with prepare.verify hashes all tokens of a folder. inf: always hash everything."""
 
 
 @dataclass(frozen=True)

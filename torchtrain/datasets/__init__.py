@@ -1,21 +1,18 @@
 """Data: from text to batches, in an order that does not depend on the layout.
 
+    text files --tokenize, once--> a folder of tokens --windows in one order--> rows of the batch
+
 The terms, in the order in which text becomes a batch:
 
-- source: one entry of ``[data]``: local files, a dataset of the hub, tokenized data, or a registered source.
-- tokenized data: a folder that ``torchtrain.prepare`` has written.
-- part: a piece of a source that can be read independently: a document of local text; a file of streamed text,
-  or a share of one if there are fewer files than readers.
-- reader: the parts of a source are divided among readers; reader ``r`` of ``n`` reads every ``n``-th part.
-- window: ``seq_len + 1`` tokens, one row of a batch; its last token is the first token of the next window in
-  the text.
-- stream: returns windows. Text has one stream per reader, for one row or several neighboring rows; tokenized data have
-  one stream for all rows.
-- windows drawn: how many windows a source has returned for all rows so far. For tokenized data, this number,
-  the seed and ``seq_len`` select the next window, and there is no other state.
-- position: where a stream resumes: the number of the part, counted over all epochs, the document in the part, and the
-  token in the document.
+- source: one entry of ``[data]``: local files, a dataset of the hub, a folder of tokens, or a registered source.
+- document: what a line, row or file of text has; bos, its tokens and eos follow each other.
+- shard: a part of the text that one process tokenizes, and its tokens.
+- folder of tokens: the shards, with an index of their documents; in the cache, or written by ``torchtrain.prepare``.
+- window: ``seq_len + 1`` tokens, one row of a batch; its last token is the first token of the next window in the text.
+- windows drawn: how many windows a source has returned for all rows so far. With the seed and ``seq_len`` it selects
+  the next window: it is the position of the source.
+- stream: returns windows of a source. A source that cannot be tokenized first has a stream of its own, with more state.
 
-Read order.py, data_source.py, packing.py, dataloader.py and build.py to understand the order of the data;
-the other modules open sources.
+Read in this order: data_source.py, text_input.py, tokenize_text.py, token_folder.py, token_dataset.py, window_order.py,
+dataloader.py, build.py.
 """

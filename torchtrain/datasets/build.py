@@ -1,26 +1,28 @@
 """Build a ``DataLoader`` from a config section such as ``[data]``."""
 
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import DataConfig, JobConfig
-from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContext, Stream, StreamRequest
+from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
+from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContext, Stream, StreamRequest, TextInput
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import read_exclusions
-from torchtrain.datasets.held_out import part_of
-from torchtrain.datasets.order import Mixture, number_of_readers, stream_seed
-from torchtrain.datasets.packing import TextSource
+from torchtrain.datasets.order import Mixture, stream_seed
+from torchtrain.datasets.token_cache import find_tokens, tokenized
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.logging import logger
+
+T = TypeVar("T")
 
 
 def document_start(config: JobConfig, tokenizer: Tokenizer) -> int | None:
@@ -51,13 +53,13 @@ def build_dataloader(
     section: str = "data",
     drop_last: bool = True,
     count_bytes: bool = False,
-    sequential: bool = False,
     held_out: bool = False,
     longest_seq_len: int = 0,
     plugins: Mapping[str, Any] = MappingProxyType({}),
     group: dist.ProcessGroup | None = None,
 ) -> DataLoader:
-    """Open the data of ``config``, and return a loader at its first batch.
+    """Open the data of ``config``, and return a loader at its first batch. Text is tokenized into the cache, unless it
+    is there.
 
     Row ``r`` of the global batch of a step depends on ``config``, ``seq_len``, ``global_batch_size``, ``seed``, the
     step and ``r`` alone.
@@ -69,10 +71,10 @@ def build_dataloader(
         count_bytes: whether batches have ``label_bytes``.
         held_out: whether to read the held-out parts of the sources, in place of the others. The others are without the
             largest share of all sources, because a document that one source holds out may be in another one, too.
-        sequential, longest_seq_len: see ``StreamRequest``; ``config`` may have a larger length.
+        longest_seq_len: see ``StreamRequest``; ``config`` may have a larger length.
         plugins: see ``SourceContext``.
-        group: a gloo group of all ranks. They open the data together, and an error of one rank is raised on all ranks,
-            here and in the loader. None: this rank opens the data without communication.
+        group: a gloo group of all ranks. They open and tokenize the data together, and an error of one rank is raised
+            on all ranks, here and in the loader. None: this rank opens the data without communication.
 
     Raises:
         DataError: the data or ``data.exclude`` are missing, empty, or do not match ``config``; or ranks see other data
@@ -81,12 +83,11 @@ def build_dataloader(
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
     repeat = config.when_exhausted == "repeat"
-    readers = number_of_readers(config.streams, global_batch_size)
     contexts = [
         SourceContext(
             section=f"{section}.sources[{number}]" if config.sources else section,
             tokenizer=tokenizer,
-            readers=readers,
+            global_batch_size=global_batch_size,
             verify_bytes=config.verify_gib * 2**30,
             plugins=plugins,
             held_out=held_out,
@@ -106,38 +107,38 @@ def build_dataloader(
             *(of_share, share, ", ".join(others)),
         )
 
-    def query_on_rank0() -> list[Any]:
-        pairs = zip(config.all, contexts, strict=True)
-        return [DATA_SOURCES[source.source_type].query_on_rank0(source, context) for source, context in pairs]
-
-    def open_all() -> list[tuple[DataSource, str]]:
+    def select_parts() -> list[DataSource]:
+        """Of each source the documents that are not held out, or only those."""
         sources = []
-        for source, context, answer in zip(config.all, contexts, answers, strict=True):
-            found = DATA_SOURCES[source.source_type].open(source, context, answer)
+        for source, context, tokens in zip(config.all, contexts, of_tokens, strict=True):
             if held_out and source.held_out:
-                found = part_of(found, source.held_out, held_out=True, section=context.section)
-            elif share:
-                found = part_of(found, share, held_out=False, section=of_share)
-            sources.append(found)
-        return [(source, source.identity()) for source in sources]
+                sources.append(tokens.part(source.held_out, held_out=True, section=context.section))
+            elif share and not held_out:
+                sources.append(tokens.part(share, held_out=False, section=of_share))
+            else:
+                sources.append(tokens)
+        return sources
+
+    def on_all(function: Callable[[], T]) -> T:
+        return on_all_ranks(function, group) if group is not None else function()
 
     exclude = Exclusions()
     if config.exclude and not held_out:
-        exclude = on_all_ranks(read, group) if group is not None else read()
-    answers = on_rank0(query_on_rank0, group) if group is not None else query_on_rank0()
-    opened = on_all_ranks(open_all, group) if group is not None else open_all()
-    sources, identities = [source for source, _ in opened], [identity for _, identity in opened]
+        exclude = on_all(read)
+    pairs = zip(config.all, contexts, strict=True)
+    of_tokens = [open_source(source, context, group) for source, context in pairs]
+    sources = on_all(select_parts)
+    identities = on_all(lambda: [source.identity() for source in sources])
     sections = [context.section for context in contexts]
     _check_sources(config, dict(zip(sections, sources, strict=True)), exclude)
     if group is not None:
         _require_same([*sections, "data.exclude"], [*identities, exclude.identity], group)
 
-    def streams_of(rows: range) -> list[Sequence[Stream]]:
+    def streams_of(rows: range) -> list[Stream]:
         return [
-            source.streams(
+            source.stream(
                 StreamRequest(
-                    *(tokenizer, seq_len, global_batch_size, rows, readers, stream_seed("data", seed, number), repeat),
-                    sequential=sequential,
+                    *(tokenizer, seq_len, global_batch_size, rows, stream_seed("data", seed, number), repeat),
                     longest_seq_len=max(longest_seq_len, config.longest_seq_len),
                     packing=config.packing,
                     exclude=exclude,
@@ -151,7 +152,7 @@ def build_dataloader(
     )
     option = f"{section}.{'sources' if config.sources else key}"
     loader = DataLoader(
-        streams_of(rows),
+        on_all(partial(streams_of, rows)),
         Mixture([source.weight for source in config.all]),
         rows,
         seq_len=seq_len,
@@ -167,7 +168,6 @@ def build_dataloader(
         },
         filler=next((token for token in (tokenizer.eos_id, tokenizer.bos_id) if token is not None), 0),
         sources=sources,
-        max_readers=config.streams,
         streams_of=streams_of,
     )
     if group is not None:
@@ -175,32 +175,93 @@ def build_dataloader(
     return loader
 
 
+def check_data(
+    config: JobConfig, tokenizer: Tokenizer, rows: range, opened: dict[str, DataSource | TextInput]
+) -> list[DataSource | TextInput]:
+    """Open the data of a part of a run without communication, and without tokenizing text that is not in the cache.
+
+    Args:
+        rows: those of one rank.
+        opened: the training data that earlier parts of the run have opened, to which those of this part are added.
+
+    Returns:
+        The sources of training data.
+
+    Raises:
+        DataError, StorageError: as ``build_dataloader``, but for what only the tokens show.
+    """
+    data, validation = config.data, config.validation.all if config.validation.enable else ()
+    exclude = read_exclusions(data.exclude) if data.exclude else Exclusions()
+    repeat = data.when_exhausted == "repeat"
+
+    def open_it(section: str, source: SourceConfig) -> DataSource | TextInput:
+        batch, verify_bytes = config.training.global_batch_size, data.verify_gib * 2**30
+        context = SourceContext(section, tokenizer, batch, verify_bytes=verify_bytes, plugins=config.plugins)
+        source_type = DATA_SOURCES[source.source_type]
+        found: DataSource | TextInput = source_type.open(source, context, source_type.query_on_rank0(source, context))
+        if isinstance(found, TextInput):
+            cached = find_tokens(found, tokenizer, verify_bytes)
+            if cached is not None:
+                return cached
+            logger.info("%s: the run will tokenize it first", found.name)
+        return found
+
+    def request_windows(source: DataSource | TextInput, repeat: bool) -> None:
+        if isinstance(source, DataSource):  # it is not packed, which takes long
+            batch = config.training.global_batch_size
+            source.stream(StreamRequest(tokenizer, config.training.seq_len, batch, rows, 0, repeat))
+
+    sources: dict[str, DataSource | TextInput] = {}
+    for number, source in enumerate(data.all):
+        section, key = f"data.sources[{number}]" if data.sources else "data", source_key(source)
+        if key not in opened:
+            opened[key] = open_it(section, source)
+        found = opened[key]
+        if data.largest_held_out and isinstance(found, DataSource):
+            found = found.part(data.largest_held_out, held_out=False, section=section)
+        sources[section] = found
+    known = {section: source for section, source in sources.items() if isinstance(source, DataSource)}
+    _check_sources(data, known, exclude)
+    for found in sources.values():
+        request_windows(found, repeat)
+    for number, source in enumerate(validation):
+        section = f"validation.sources[{number}]" if config.validation.sources else "validation"
+        request_windows(open_it(section, source), repeat=False)
+    return list(sources.values())
+
+
+def source_key(source: SourceConfig) -> str:
+    """What ``source`` opens, without its share and its revision."""
+    options = {field.name: getattr(source, field.name) for field in fields(SourceConfig)}
+    return str({**options, "weight": 0, "revision": None, "label": "", "type": source.source_type})
+
+
+def open_source(config: SourceConfig, context: SourceContext, group: dist.ProcessGroup | None = None) -> DataSource:
+    """Open a source; text is tokenized into the cache, unless it is there. Collective; see ``build_dataloader``."""
+    source_type = DATA_SOURCES[config.source_type]
+    query = partial(source_type.query_on_rank0, config, context)
+    answer = on_rank0(query, group) if group is not None else query()
+    open_it = partial(source_type.open, config, context, answer)
+    opened: DataSource | TextInput = on_all_ranks(open_it, group) if group is not None else open_it()
+    if isinstance(opened, TextInput):
+        return tokenized(opened, context.tokenizer, context.verify_bytes, group)
+    return opened
+
+
 def _check_sources(config: DataConfig, sources: Mapping[str, DataSource], exclude: Exclusions) -> None:
     """Raise DataError if a source, by its section, cannot be packed, or documents of ``exclude`` cannot be left out."""
-    option = f"data.exclude = {config.exclude!r}"
     for section, source in sources.items():
         kind = type(source).__name__
         if exclude.identity and not source.can_exclude:
             raise DataError(
-                f"{option} needs text or prepared data, and {section} is {kind}: leave the option out, or let its "
-                "streams leave out StreamRequest.exclude"
+                f"data.exclude = {config.exclude!r} needs text, and {section} is {kind}: leave the option out, or let "
+                "its stream leave out StreamRequest.exclude"
             )
         if config.packing not in source.packings:
             raise DataError(
-                f"data.packing = {config.packing!r} needs text, and {section} is {kind}: set it to "
-                f"{' or '.join(map(repr, source.packings))}, or give the text itself"
+                f"data.packing = {config.packing!r} needs tokens, and {section} is {kind}: set it to "
+                f"{' or '.join(map(repr, source.packings))}, or tokenize the text first (torchtrain.prepare)"
             )
-    unknown = exclude.places.difference(*(source.places_in(exclude.places) for source in sources.values()))
-    if unknown:
-        file = min(place.file for place in unknown)
-        raise DataError(
-            f"{option} names {file}, and no prepared data of this run have this file: name it as it is in data.path now"
-        )
-    if exclude.texts and not any(isinstance(source, TextSource) for source in sources.values()):
-        raise DataError(
-            f"{option} names documents by text_hash, and this run has prepared data only: name them by file and "
-            "position, as torchtrain.explain does"
-        )
 
 
 def _require_same(keys: Sequence[str], identities: Sequence[str], group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""The types of data sources of the core, and how a source is asked and opened."""
+"""The types of data sources of the core."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -6,38 +6,47 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from torchtrain.config.registry import DATA_SOURCES, FOLDER_FORMATS
+from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import SourceConfig, SourcesConfig
-from torchtrain.datasets.data_source import DataSource, SourceContext, SourceType
-from torchtrain.datasets.local_files import (
-    open_files,
-    open_standard_library,
-    open_standard_library_docs,
-    open_standard_library_prose,
-)
-from torchtrain.files import with_retries
+from torchtrain.datasets.data_source import DataSource, SourceContext, SourceType, TextInput
+from torchtrain.datasets.local_files import open_text_files, require_utf8_files
+from torchtrain.datasets.standard_library import standard_library, standard_library_docs, standard_library_prose
+from torchtrain.datasets.text_input import TextFiles
+from torchtrain.datasets.token_dataset import TokenDataset
+from torchtrain.datasets.token_folder import UNFINISHED, is_token_folder, open_folder
+from torchtrain.errors import DataError
+from torchtrain.files import names_in, with_retries
+from torchtrain.logging import logger
 
 Several = TypeVar("Several", bound=SourcesConfig)
 
 
 class Files(SourceType):
-    """data.type = "files": local text files, or a folder of one of the ``FOLDER_FORMATS``."""
+    """data.type = "files": local text files, or a folder of tokens."""
 
     @classmethod
-    def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> str | None:
-        """The name of the folder's format, if it is not text."""
-        found = with_retries(partial(format_of_folder, config, context), Path(config.paths[0]))
-        if found is None and any(next(Path(path).glob("shard-*.tokens"), None) for path in config.paths):
-            FOLDER_FORMATS.check("prepared", f"{context.section}.path = {config.path!r}: its format")
-        return found
+    def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> bool:
+        """Whether the path is a folder of tokens."""
+        return with_retries(partial(has_tokens, config, context), Path(config.paths[0]))
 
     @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: str | None) -> DataSource:
-        if answer is not None:
-            opened: DataSource = FOLDER_FORMATS[answer].open(config, context)
-            return opened
-        text = partial(
-            open_files,
+    def open(cls, config: SourceConfig, context: SourceContext, answer: bool) -> DataSource | TextInput:
+        if answer:
+            return open_tokens(config, context)
+        return cls._open_text(config, context)
+
+    @classmethod
+    def open_text(cls, config: SourceConfig, context: SourceContext) -> TextInput:
+        require_text(config, context)
+        text = cls._open_text(config, context)
+        if not config.skip_not_utf8:
+            require_utf8_files([Path(file) for file in text.files], text.name, context.verify_bytes)
+        return text
+
+    @classmethod
+    def _open_text(cls, config: SourceConfig, context: SourceContext) -> TextFiles:
+        opened = partial(
+            open_text_files,
             config.paths,
             config.text_column,
             f"{context.section}.path = {config.path!r}",
@@ -45,49 +54,75 @@ class Files(SourceType):
             split=config.split,
             skip_not_utf8=config.skip_not_utf8,
         )
-        return with_retries(text, Path(config.paths[0]))
+        return with_retries(opened, Path(config.paths[0]))
 
 
 class StandardLibrary(SourceType):
     """data.type = "standard_library": the source code of the Python standard library."""
 
     @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG003
-        return open_standard_library()
+    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003
+        return standard_library()
 
 
 class StandardLibraryDocs(SourceType):
     """data.type = "standard_library_docs": the docstrings of the Python standard library."""
 
     @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG003
-        return open_standard_library_docs()
+    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003
+        return standard_library_docs()
 
 
 class StandardLibraryProse(SourceType):
     """data.type = "standard_library_prose": the English sentences in its docstrings and in pydoc's pages."""
 
     @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> DataSource:  # noqa: ARG003
-        return open_standard_library_prose()
+    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003
+        return standard_library_prose()
 
 
-def format_of_folder(config: SourceConfig, context: SourceContext) -> str | None:
-    """The name in ``FOLDER_FORMATS`` of the format of ``config.path``; None for text files."""
-    return next((name for name in FOLDER_FORMATS if FOLDER_FORMATS[name].recognizes(config, context)), None)
+def has_tokens(config: SourceConfig, context: SourceContext) -> bool:
+    """Whether the only path is a complete folder of tokens.
+
+    Raises:
+        DataError: it is not complete, or contains several such folders.
+    """
+    option = f"{context.section}.path"
+    if len(config.paths) == 1 and is_token_folder(config.paths[0], option, context):
+        return True
+    for location in config.paths:
+        path = Path(location)
+        if (path / UNFINISHED).exists():
+            raise DataError(
+                f"{option} = {config.path!r}: {path} has only a part of its tokens; run torchtrain.prepare again to "
+                "finish it"
+            )
+        if not path.is_dir():
+            continue
+        folders = [path, *(path / name for name in names_in(path) if (path / name).is_dir())]
+        if found := [str(folder) for folder in folders if is_token_folder(folder)]:
+            raise DataError(
+                f"{option} = {config.path!r} has tokens in several folders ({', '.join(found)}); name each in a table "
+                "[[data.sources]] with its path and its weight"
+            )
+    return False
 
 
-def open_source(config: SourceConfig, context: SourceContext) -> DataSource:
-    """Open a source on this rank only, without communication."""
-    source_type = DATA_SOURCES[config.source_type]
-    opened: DataSource = source_type.open(config, context, source_type.query_on_rank0(config, context))
+def require_text(config: SourceConfig, context: SourceContext) -> None:
+    """Raise DataError if a path of the source is a folder of tokens."""
+    option = f"{context.section}.path"
+    if any(is_token_folder(path, option, context) for path in config.paths):
+        raise DataError(f"{option} = {config.path!r} is tokenized already: train on it, or give its text")
+
+
+def open_tokens(config: SourceConfig, context: SourceContext) -> TokenDataset:
+    """The folder of tokens that the only path of the source names."""
+    option = f"{context.section}.path"
+    folder = open_folder(config.paths[0], option, context)
+    opened = TokenDataset(folder, context.tokenizer.content_hash, context.verify_bytes, f"{option} = {config.path!r}")
+    if opened.skipped:
+        logger.info("%s: %d documents were skipped when it was tokenized", opened.name, opened.skipped)
     return opened
-
-
-def is_streamed(config: SourceConfig) -> bool:
-    """Whether a source is certain to be streamed (``SourceType.is_streamed``)."""
-    streamed: bool = DATA_SOURCES[config.source_type].is_streamed(config)
-    return streamed
 
 
 def pinned(config: Several, saved: Callable[[], Sequence[SourceConfig]], section: str) -> Several:

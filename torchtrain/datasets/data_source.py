@@ -1,26 +1,28 @@
 """The interface of data sources, which ``DATA_SOURCES`` (config/registry.py) lists by name.
 
-To add one, subclass ``DocumentSource`` or ``TextSource`` (packing.py), or ``DataSource`` for data that are tokens
-already, and register the class (docs/extending.md).
+A source is text, which is tokenized once before it is trained on (``TextInput``; text_input.py has subclasses), or it
+returns windows of tokens itself (``DataSource``). To add one, subclass one of them and register the class
+(docs/adding-a-data-source.md).
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, Union
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from torchtrain.config.schema import SourceConfig
-from torchtrain.datasets.data_identity import FileTable
+from torchtrain.datasets.data_identity import FileTable, Identity
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 
 Tokens = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.float64]
-State = tuple[int, ...]
+State = npt.NDArray[np.int64]
 One = TypeVar("One", bound=SourceConfig)
 
 
@@ -32,16 +34,32 @@ def utf8(text: str) -> bytes:
     return text.encode("utf-8", "replace")
 
 
+def text_bytes(text: str) -> int:
+    """Number of bytes of ``text`` in UTF-8."""
+    return len(utf8(text))
+
+
+def text_hash(text: str) -> str:
+    """XXH3 of 128 bits of ``text`` in UTF-8, in hex, by which a document is named wherever it is stored."""
+    return xxhash.xxh3_128_hexdigest(utf8(text))
+
+
+def is_held_out(text: str, share: float) -> bool:
+    """Whether the document is in the held-out ``share`` of all documents. Equal documents are on the same side.
+
+    It depends on the high 64 bits of ``text_hash``. A document of a share is in each larger share, too.
+    """
+    return xxhash.xxh3_128_intdigest(utf8(text)) >> 64 < share * 2**64
+
+
 @dataclass(frozen=True)
 class SavedPosition:
     """The position of a source in a run with another global batch size or sequence length."""
 
-    states: npt.NDArray[np.int64]
-    """The state of the stream of each row of that global batch, of shape (rows, k)."""
+    states: State
+    """The state of each row of that global batch, of shape (rows, k)."""
     windows_drawn: int
     seq_len: int
-    readers: int
-    """Number of readers of streamed data; consecutive rows share one."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +81,7 @@ class Exclusions:
     """
 
     texts: frozenset[str] = frozenset()
-    """``text_hash`` of each document that is named by its text."""
-    places: frozenset[Place] = frozenset()
-    """Of documents in prepared data."""
+    """``text_hash`` of each document."""
     identity: str = ""
     """Their number, and a hash of the list; "" if there is none."""
 
@@ -80,16 +96,17 @@ class Piece:
     tokens: int
     """Number of tokens."""
     text_hash: str = ""
-    """Of the document's text (datasets/exclusions.py), where it is text."""
+    """Of the document's text, where it is known."""
     is_excluded: bool = False
     """Whether it is one of ``Exclusions``."""
 
 
 class Stream(ABC):
-    """Windows of ``seq_len + 1`` tokens for one or more rows of the batch."""
+    """Windows of ``seq_len + 1`` tokens of a source for this rank's rows of the global batch."""
 
     state: State
-    """Position of the next window; set it to resume there. Always of the same length."""
+    """The position of each of these rows besides the number of windows drawn, int64 of shape (rows, k). k may be 0, and
+    does not change. Set it to resume there."""
 
     reads_ahead: bool = False
     """Whether ``read_ahead`` has an effect."""
@@ -99,18 +116,25 @@ class Stream(ABC):
     without reading them."""
 
     def read_ahead(self, windows_drawn: Sequence[int]) -> None:  # noqa: B027
-        """Start reading the windows that ``fill`` will be called for, with these arguments."""
+        """Start reading the windows that ``fill`` will be called for."""
 
     @abstractmethod
     def fill(
-        self, windows: Sequence[Tokens], windows_drawn: Sequence[int], sizes: Sequence[Bytes] | None = None
+        self,
+        rows: Sequence[int],
+        windows: Sequence[Tokens],
+        windows_drawn: Sequence[int],
+        sizes: Sequence[Bytes] | None = None,
     ) -> list[int]:
-        """Write the next tokens into each window.
+        """Write the next window of each of ``rows``.
 
         Args:
-            windows: int64 arrays of shape (seq_len + 1,). A token may be ``IGNORE_INDEX`` (``Exclusions``).
-            windows_drawn: for each window, how many the source has returned for all rows of all ranks before it.
-            sizes: for each window, an array for the number of bytes of text that each token stands for.
+            rows: numbers among this rank's rows, increasing.
+            windows: for each of them an int64 array of shape (seq_len + 1,). A token may be ``IGNORE_INDEX``
+                (``Exclusions``).
+            windows_drawn: for each of them, how many windows the source has returned before it for all rows of all
+                ranks.
+            sizes: for each of them, an array for the number of bytes of text that each token stands for.
 
         Returns:
             The number of tokens written into each window; fewer than fit only at the end of the data.
@@ -120,7 +144,7 @@ class Stream(ABC):
             StorageError: the file system or network does not respond.
         """
 
-    def locate(self, windows_drawn: Sequence[int]) -> list[list[Piece]] | None:  # noqa: ARG002
+    def locate(self, rows: Sequence[int], windows_drawn: Sequence[int]) -> list[list[Piece]] | None:  # noqa: ARG002
         """The pieces of the windows that ``fill`` would write with these arguments; None if they are not known.
 
         ``state`` does not change. It may read the data again, and is not called in training.
@@ -146,8 +170,7 @@ class SourceContext:
     section: str
     """The section of its config, such as "data" or "data.sources[1]", for messages."""
     tokenizer: Tokenizer
-    readers: int = 1
-    """Number of readers of streamed data."""
+    global_batch_size: int = 1
     verify_bytes: float = math.inf
     """Data up to this size are hashed in full."""
     plugins: Mapping[str, Any] = field(default_factory=dict)
@@ -165,14 +188,9 @@ class StreamRequest:
     global_batch_size: int
     rows: range
     """This rank's rows of the global batch."""
-    readers: int
-    """Number of readers of streamed data; it divides the global batch size."""
     seed: int
     repeat: bool
     """At its end, read the source again in another order."""
-    sequential: bool = False
-    """Whether the windows of a step follow each other in one sequence, where the source has its documents at hand, so
-    that they do not depend on the global batch size. Not if the data are repeated."""
     longest_seq_len: int = 0
     """The largest ``seq_len`` that the run is planned to have in any of its parts; 0: this one."""
     packing: str = "cut"
@@ -192,9 +210,9 @@ class SourceSize:
     """Whether ``tokens`` is an estimate."""
 
 
-class SourceType(ABC):
+class SourceType(ABC):  # noqa: B024
     """Opens sources of one type, and answers questions about them before. Its class methods are called, without an
-    instance. A ``DataSource`` class is its own type: its ``open`` calls the constructor.
+    instance. A source of a type of its own is that type: ``open`` calls the constructor.
     """
 
     @classmethod
@@ -203,13 +221,36 @@ class SourceType(ABC):
         return None
 
     @classmethod
-    @abstractmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":
+    def open(
+        cls,
+        config: SourceConfig,
+        context: SourceContext,
+        answer: Any,  # noqa: ARG003
+    ) -> Union["DataSource", "TextInput"]:
         """Open a source on each rank. ``answer`` is the result of ``query_on_rank0``.
+
+        Returns:
+            Text, which is then tokenized, or a source of windows.
 
         Raises:
             DataError: the data are missing, or do not match ``config``. An error of one rank is raised on all ranks.
         """
+        opened: DataSource | TextInput = cls(config, context)  # type: ignore[call-arg, assignment]
+        return opened
+
+    @classmethod
+    def open_text(cls, config: SourceConfig, context: SourceContext) -> "TextInput":
+        """Open the text of the source, for torchtrain.prepare; called in each of its processes.
+
+        Raises:
+            DataError: the source is not text, or already tokenized.
+        """
+        opened = cls.open(config, context, cls.query_on_rank0(config, context))
+        if isinstance(opened, DataSource):
+            raise DataError(
+                f"{context.section}: a source of the type {config.source_type!r} cannot be tokenized: it returns tokens"
+            )
+        return opened
 
     @classmethod
     def pin(cls, config: One, saved: Callable[[], Sequence[SourceConfig]], section: str) -> One:  # noqa: ARG003
@@ -222,34 +263,70 @@ class SourceType(ABC):
         """
         return config
 
-    @classmethod
-    def is_streamed(cls, config: SourceConfig) -> bool:  # noqa: ARG003
-        """Whether the source is certain to be streamed: the number of ranks then divides that of readers.
 
-        Of some sources, only opening them tells (``TextSource.one_reader_per_row``).
-        """
-        return False
+@dataclass
+class SkippedText:
+    """What was skipped while a shard of text was read."""
+
+    malformed: int = 0
+    """Malformed lines."""
+    first_malformed: str = ""
+    """File and location of the first malformed line."""
+    not_utf8: list[str] = field(default_factory=list)
+    """Files that are not UTF-8."""
+
+    def count_malformed(self, location: str) -> None:
+        self.malformed += 1
+        self.first_malformed = self.first_malformed or location
 
 
-class FolderFormat(ABC):
-    """Data of which ``data.path`` is a single folder, such as prepared data; see ``FOLDER_FORMATS``."""
+class TextInput(SourceType):
+    """Documents of text, divided into shards that processes read independently of each other, each from its beginning.
 
-    markers: tuple[str, ...] = ()
-    """Names of files that only folders of this format have, so that no folder of text contains them."""
+    The division depends on the content and its size alone, so that any number of processes tokenizes the same shards.
+    """
 
-    @classmethod
+    name: str
+    """A name for messages."""
+    shard_sizes: Sequence[int]
+    """Size of each shard, in bytes or another unit, for the progress."""
+    files: Sequence[str] = ()
+    """Path or URL of each file, if the text is in files."""
+
     @abstractmethod
-    def recognizes(cls, config: SourceConfig, context: SourceContext) -> bool:
-        """Whether ``config.path``, which may also be a list of paths, is such a folder; called on rank 0 only.
+    def identify(self) -> Identity:
+        """A text that identifies the content, independent of where it is stored, and the table of its files."""
+
+    def size(self, tokenizer: Tokenizer) -> SourceSize:  # noqa: ARG002
+        """The size of the text, as far as it is known before it is tokenized."""
+        return SourceSize()
+
+    def cache_key(self) -> str:
+        """A text that differs if the documents may: by default the identity."""
+        return self.identify().text
+
+    @abstractmethod
+    def read(self, shard: int, skipped: SkippedText) -> Iterator[tuple[int, int, str | None]]:
+        """Number of the file, number of the document in it (from the beginning of the shard on), and text of each
+        document of a shard; None for a document that is not text, and "" for a line that is skipped."""
+
+    def texts(self) -> Iterator[str]:
+        """All documents in their order, without those that are empty or not text."""
+        for shard in range(len(self.shard_sizes)):
+            for _, _, text in self.read(shard, SkippedText()):
+                if text:
+                    yield text
+
+    def content_hash(self, shard: int) -> str:  # noqa: ARG002
+        """A hash of the input of a shard; "" if ``identify`` hashes all content.
 
         Raises:
-            DataError: it is, and cannot be used.
+            DataError: the input has changed since it was opened.
         """
+        return ""
 
-    @classmethod
-    @abstractmethod
-    def open(cls, config: SourceConfig, context: SourceContext) -> "DataSource":
-        """Open the folder on each rank; raises as ``SourceType.open`` does."""
+    def require_unchanged(self) -> None:
+        """Raise DataError if the text has changed since it was opened."""
 
 
 class DataSource(SourceType):
@@ -266,10 +343,6 @@ class DataSource(SourceType):
     packings: ClassVar[tuple[str, ...]] = ("cut",)
     """The values of ``StreamRequest.packing`` that its streams know."""
 
-    @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: Any) -> "DataSource":  # noqa: ARG003
-        return cls(config, context)  # type: ignore[call-arg]
-
     @abstractmethod
     def identity(self) -> str:
         """A text that identifies the content of the data, independent of where they are stored; without "; ".
@@ -281,26 +354,22 @@ class DataSource(SourceType):
         """The files of the source, if it has any. An error names those that differ from the files of a checkpoint."""
         return FileTable()
 
-    def places_in(self, places: Collection[Place]) -> set[Place]:  # noqa: ARG002
-        """Those of ``places`` that are in files of the source, if it has its documents by their places."""
-        return set()
-
     def part(self, share: float, *, held_out: bool, section: str) -> "DataSource":  # noqa: ARG002
-        """The ``share`` of the documents that is held out (``is_held_out`` in held_out.py), or the others.
+        """The ``share`` of the documents that is held out (``is_held_out``), or the others.
 
-        A ``DocumentSource`` need not override it. ``section``: the section of the source's config, for messages.
+        ``section``: the section of the source's config, for messages.
 
         Raises:
             DataError: the source cannot be divided, or none of its documents is held out.
         """
         raise DataError(
-            f"{section}.held_out = {share:g} needs text or prepared data, and {self.name} is neither: set it to 0, and "
+            f"{section}.held_out = {share:g} needs text, and {self.name} is none: set it to 0, and "
             "give held-out data of their own in [validation]"
         )
 
     @abstractmethod
-    def streams(self, request: StreamRequest) -> list[Stream]:
-        """One stream for each of ``request.rows``; rows may share a stream."""
+    def stream(self, request: StreamRequest) -> Stream:
+        """The windows for ``request.rows``."""
 
     def size(self, tokenizer: Tokenizer) -> SourceSize:  # noqa: ARG002
         """The size of the source, for the log. It may read a little of the data."""

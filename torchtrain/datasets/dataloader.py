@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.datasets.data_source import DataSource, Piece, SavedPosition, Stream
-from torchtrain.datasets.order import Mixture, number_of_readers
+from torchtrain.datasets.order import Mixture
 from torchtrain.errors import DamagedError, DataError
 from torchtrain.labels import IGNORE_INDEX
 
@@ -51,7 +51,7 @@ class LoaderLayout:
     global_batch_size: int
     seq_len: int
     state_sizes: tuple[int, ...]
-    """For each source, the number of columns for the state of a row's stream."""
+    """For each source, the number of columns for the state of its stream."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -71,8 +71,8 @@ class DataLoader(Iterator[Batch]):
     the first batch that is not full; without, after the last token, and the rest of the last rows is masked.
     """
 
-    streams: Sequence[Sequence[Stream]]
-    """``streams[i][k]`` returns windows of source ``i`` for row ``rows[k]``; rows may share a stream."""
+    streams: Sequence[Stream]
+    """The windows of each source for ``rows``."""
     mixture: Mixture
     rows: range
     _: KW_ONLY
@@ -87,21 +87,19 @@ class DataLoader(Iterator[Batch]):
     identity: Mapping[str, str] = field(default_factory=dict)
     """For each option that names data or the tokenizer, a text that identifies their content."""
     sources: Sequence[DataSource] = ()
-    """The sources of ``streams``."""
-    max_readers: int = 1
-    """Maximum number of readers of streamed data: ``data.streams``."""
-    streams_of: Callable[[range], Sequence[Sequence[Stream]]] | None = None
+    """Those of ``streams``."""
+    streams_of: Callable[[range], Sequence[Stream]] | None = None
     """Returns ``streams`` for other rows of the global batch."""
 
     def __post_init__(self) -> None:
         self._step = 0
         # For each source, the number of windows that it has returned for all rows of all ranks.
         self._windows_drawn = np.zeros(len(self.streams), dtype=np.int64)
-        self._reads_ahead = any(stream.reads_ahead for streams in self.streams for stream in streams)
+        self._reads_ahead = any(stream.reads_ahead for stream in self.streams)
         # The first step that was not read ahead yet, and the windows drawn before it.
         self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
-        self._beginnings = [[stream.state for stream in streams] for streams in self.streams]
+        self._beginnings = [stream.state for stream in self.streams]
         self.wait_seconds = 0.0
         """How long this rank waited for its last batch."""
         self._group: dist.ProcessGroup | None = None
@@ -180,7 +178,7 @@ class DataLoader(Iterator[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """``{"rows": int64 tensor (rows, k)}``: where each row resumes after the batch that was returned last.
 
-        Columns: the step; for each source the windows drawn; for each source the state of the row's stream.
+        Columns: the step; for each source the windows drawn; for each source the state of its stream for the row.
         Row ``i`` of the tensor belongs to this rank's ``i``-th row of the batch. So the concatenated tensors of all
         ranks are the state of the whole loader, independent of the number of ranks.
         """
@@ -202,10 +200,9 @@ class DataLoader(Iterator[Batch]):
         _require_counts(rows, len(self.streams))
         self._step, first = int(rows[0, 0]), 1 + len(self.streams)
         self._windows_drawn = rows[0, 1:first].copy()
-        for streams in self.streams:
-            size = len(streams[0].state)
-            for stream, row in zip(streams, rows[:, first : first + size].tolist(), strict=True):
-                stream.state = tuple(row)
+        for stream in self.streams:
+            size = stream.state.shape[1]
+            stream.state = rows[:, first : first + size].copy()
             first += size
         self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
@@ -216,11 +213,11 @@ class DataLoader(Iterator[Batch]):
         self.close()
         self.rows, self.streams = rows, self.streams_of(rows)
         self._state = self._snapshot()
-        self._beginnings = [[stream.state for stream in streams] for streams in self.streams]
+        self._beginnings = [stream.state for stream in self.streams]
 
     @property
     def layout(self) -> LoaderLayout:
-        sizes = tuple(len(streams[0].state) for streams in self.streams)
+        sizes = tuple(stream.state.shape[1] for stream in self.streams)
         return LoaderLayout(self.global_batch_size, self.seq_len, sizes)
 
     def resume(self, rows: npt.NDArray[np.int64], saved: LoaderLayout, continued: Sequence[bool]) -> None:
@@ -236,24 +233,20 @@ class DataLoader(Iterator[Batch]):
         _require_counts(rows, len(saved.state_sizes))
         self._step, first = int(rows[0, 0]), 1 + len(saved.state_sizes)
         positions = []
-        readers = number_of_readers(self.max_readers, saved.global_batch_size)
         for number, size in enumerate(saved.state_sizes):
             states, windows_drawn = rows[:, first : first + size], int(rows[0, 1 + number])
-            positions.append(SavedPosition(states, windows_drawn, saved.seq_len, readers))
+            positions.append(SavedPosition(states, windows_drawn, saved.seq_len))
             first += size
         same_windows = (saved.global_batch_size, saved.seq_len) == (self.global_batch_size, self.seq_len)
-        for number, (streams, beginnings) in enumerate(zip(self.streams, self._beginnings, strict=True)):
+        for number, (stream, beginning) in enumerate(zip(self.streams, self._beginnings, strict=True)):
             self._windows_drawn[number] = 0
-            if continued[number] and not same_windows:
-                for stream in dict.fromkeys(streams):  # rows may share one
-                    self._windows_drawn[number] = stream.resume(positions[number])
-                continue
-            for stream, row, beginning in zip(streams, self.rows, beginnings, strict=True):
-                if continued[number]:
-                    stream.state = tuple(positions[number].states[row].tolist())
-                    self._windows_drawn[number] = positions[number].windows_drawn
-                else:
-                    stream.state = beginning
+            if not continued[number]:
+                stream.state = beginning
+            elif same_windows:
+                stream.state = positions[number].states[self.rows.start : self.rows.stop]
+                self._windows_drawn[number] = positions[number].windows_drawn
+            else:
+                self._windows_drawn[number] = stream.resume(positions[number])
         self._next_ahead = self._step, self._windows_drawn
         self._state = self._snapshot()
 
@@ -266,8 +259,8 @@ class DataLoader(Iterator[Batch]):
         assert self.prefetch == 0 or self._background is None
         rows_of, drawn_before, _ = self._choose_windows(self._windows_drawn)
         pieces: list[list[Piece] | None] = [None] * len(self.rows)
-        for stream, rows in rows_of.items():
-            found = stream.locate(drawn_before[rows].tolist())
+        for source, rows in rows_of.items():
+            found = self.streams[source].locate(rows, drawn_before[rows].tolist())
             for row, of_row in zip(rows, found or (), strict=False):
                 pieces[row] = of_row
         return pieces
@@ -281,8 +274,7 @@ class DataLoader(Iterator[Batch]):
 
     def _snapshot(self) -> npt.NDArray[np.int64]:
         columns = [np.tile(np.array([self._step, *self._windows_drawn]), (len(self.rows), 1))]
-        columns += [np.array([stream.state for stream in streams], dtype=np.int64) for streams in self.streams]
-        return np.concatenate(columns, axis=1)
+        return np.concatenate([*columns, *(stream.state for stream in self.streams)], axis=1)
 
     def _read(self) -> _Read:
         windows = np.zeros((len(self.rows), self.seq_len + 1), dtype=np.int64)
@@ -292,9 +284,10 @@ class DataLoader(Iterator[Batch]):
             self._read_ahead()
         sources = self._choose_sources(self._windows_drawn)[self.rows]
         rows_of, drawn_before, drawn_after = self._choose_windows(self._windows_drawn)
-        for stream, rows in rows_of.items():
-            counted = {} if sizes is None else {"sizes": [sizes[row] for row in rows]}
-            filled[rows] = stream.fill([windows[row] for row in rows], drawn_before[rows].tolist(), **counted)
+        for source, rows in rows_of.items():
+            counted = None if sizes is None else [sizes[row] for row in rows]
+            own = [windows[row] for row in rows]
+            filled[rows] = self.streams[source].fill(rows, own, drawn_before[rows].tolist(), counted)
         self._step += 1
         self._windows_drawn = drawn_after
         # Copies, also of a single row: labels are written to below.
@@ -315,8 +308,8 @@ class DataLoader(Iterator[Batch]):
 
     def _choose_windows(
         self, windows_drawn: npt.NDArray[np.int64]
-    ) -> tuple[dict[Stream, list[int]], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """The rows of this rank by their stream in a step, the windows drawn before each row, and those after the step.
+    ) -> tuple[dict[int, list[int]], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The rows of this rank by their source in a step, the windows drawn before each row, and those after the step.
 
         Windows drawn are how many windows a row's source has returned before it, for rows of all ranks:
 
@@ -327,9 +320,9 @@ class DataLoader(Iterator[Batch]):
         sources = self._choose_sources(windows_drawn)
         of_source = sources == np.arange(len(self.streams))[:, None]  # (sources, rows of the global batch)
         drawn = windows_drawn[:, None] + of_source.cumsum(axis=1) - 1
-        rows_of: dict[Stream, list[int]] = {}
-        for row, source in enumerate(sources[self.rows]):
-            rows_of.setdefault(self.streams[source][row], []).append(row)
+        rows_of: dict[int, list[int]] = {}
+        for row, source in enumerate(sources[self.rows].tolist()):
+            rows_of.setdefault(source, []).append(row)
         return rows_of, drawn[sources[self.rows], self.rows], drawn[:, -1] + 1
 
     def _read_ahead(self) -> None:
@@ -337,8 +330,8 @@ class DataLoader(Iterator[Batch]):
         step, windows_drawn = self._next_ahead
         while step <= self._step + self.prefetch:
             rows_of, drawn_before, windows_drawn = self._choose_windows(windows_drawn)
-            for stream, rows in rows_of.items():
-                stream.read_ahead(drawn_before[rows].tolist())
+            for source, rows in rows_of.items():
+                self.streams[source].read_ahead(drawn_before[rows].tolist())
             step += 1
         self._next_ahead = step, windows_drawn
 

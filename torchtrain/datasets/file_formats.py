@@ -2,6 +2,7 @@
 
 A row without text, or with an empty one, yields None. A blank or malformed line yields "", so that document numbers
 equal row numbers.
+
 The libraries of a format are imported when a file of that format is read: other data do not need them.
 """
 
@@ -11,10 +12,7 @@ import gzip
 import itertools
 import json
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO
 
 from torchtrain.errors import DataError
@@ -54,25 +52,13 @@ def kind_of(name: str) -> tuple[str, str]:
     return ("", "") if compression and kind in ("", "parquet", "arrow") else (kind, compression)
 
 
-def documents(
-    raw: BinaryIO,
-    name: str,
-    column: str,
-    start: int = 0,
-    *,
-    text_by_line: bool = False,
-    head: int | None = None,
-    on_malformed: OnMalformed = ignore,
-) -> Iterator[str | None]:
-    """The documents of a file, from number ``start`` on.
+def documents(raw: BinaryIO, name: str, column: str, on_malformed: OnMalformed = ignore) -> Iterator[str | None]:
+    """The documents of a file.
 
     Args:
         raw: the file.
         name: its name, which determines its format.
         column: the column that contains the text.
-        start: number of the first document to return.
-        text_by_line: each line of a text file is a document, as in the library ``datasets``.
-        head: read only this number of lines.
         on_malformed: see ``OnMalformed``.
 
     Raises:
@@ -82,166 +68,71 @@ def documents(
     """
     kind, compression = kind_of(name)
     if kind == "parquet":
-        return _parquet(raw, column, start)
+        return _parquet(raw, column)
     if kind == "arrow":
-        return itertools.islice(_arrow(raw, column), start, None)
+        return _arrow(raw, column)
     blocks = _decompressed(raw, compression)
     block = next(blocks, b"")
     blocks = itertools.chain([block], blocks)
-    if kind in ("txt", "md") and not text_by_line:
+    if kind in ("txt", "md"):
         require_utf8(block[:HEAD_BYTES])
-        return itertools.islice(_pieces(blocks), start, None)
+        return _pieces(blocks)
     if kind == "json" and block.removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
         items = ((f"item {number}", item) for number, item in enumerate(_array(b"".join(blocks)), 1))
-        return _from(start, partial(_texts, items, column), on_malformed)
-    lines = _decoded(itertools.islice(_lines(blocks), head))
+        return _texts(items, column, on_malformed)
+    lines = _decoded(_lines(blocks))
     if kind in ("json", "jsonl"):  # Line by line: a column's type may change between lines, and a bad line is skipped.
-        numbered = enumerate(itertools.islice(lines, start, None), start + 1)
-        rows = ((f"line {number}", _row(line)) for number, line in numbered)
-        return _texts(rows, column, on_malformed, check=start == 0)
-    if kind in ("csv", "tsv"):
-        delimiter = "," if kind == "csv" else "\t"
-        # The head may end inside a quoted field.
-        return _from(start, partial(_table, lines, column, delimiter, head is None), on_malformed)
-    return itertools.islice(lines, start, None)
+        rows = ((f"line {number}", _row(line)) for number, line in enumerate(lines, 1))
+        return _texts(rows, column, on_malformed)
+    return _table(lines, column, "," if kind == "csv" else "\t", on_malformed)
 
 
-def _from(
-    start: int, read: Callable[[OnMalformed], Iterator[str | None]], on_malformed: OnMalformed
-) -> Iterator[str | None]:
-    """The documents of ``read`` from number ``start`` on; ``on_malformed`` is called for these only."""
-    is_before = start > 0
-
-    def on_malformed_from_start(location: str) -> None:
-        if not is_before:
-            on_malformed(location)
-
-    texts = read(on_malformed_from_start)
-    deque(itertools.islice(texts, start), maxlen=0)
-    is_before = False
-    yield from texts
-
-
-def is_splittable(name: str) -> bool:
-    """Whether ``documents_in_range`` can read a part of the file ``name``."""
-    return kind_of(name) in (("jsonl", ""), ("parquet", ""))
+def is_splittable(name: str, size: int) -> bool:
+    """Whether ``documents_in_range`` can read a part of the file ``name`` of ``size`` bytes."""
+    kind, compression = kind_of(name)
+    is_large_text = kind in ("txt", "md") and not compression and size > LARGEST_TEXT_FILE_BYTES
+    return is_large_text or (kind, compression) in (("jsonl", ""), ("parquet", ""))
 
 
 def documents_in_range(
     raw: BinaryIO, name: str, column: str, start: int, stop: int, on_malformed: OnMalformed = ignore
 ) -> Iterator[str | None]:
-    """The documents of the lines or row groups that begin in ``range(start, stop)``, which is in bytes.
+    """The documents of the lines, row groups or pieces of text that begin in ``range(start, stop)``, which is in bytes.
 
     Consecutive ranges contain each document of the file once. Raises the errors of ``documents``.
     """
-    if kind_of(name)[0] == "parquet":
-        return _parquet(raw, column, 0, range(start, stop))
-    return _texts_in_range(raw, column, start, stop, 0, on_malformed, FoundText())
-
-
-@dataclass
-class FoundText:
-    """What the shares of a file have found in common."""
-
-    found: bool = False
-    """Whether a row has text in the column: then shares without any are no error."""
-
-
-def has_shares(name: str, size: int, *, text_by_line: bool = False) -> bool:
-    """Whether ``documents_of_share`` can read a share of the file ``name`` of ``size`` bytes without the others."""
-    kind, compression = kind_of(name)
-    if kind in ("txt", "md"):
-        return not compression and (text_by_line or size > LARGEST_TEXT_FILE_BYTES)
-    return is_splittable(name)
-
-
-def documents_of_share(
-    raw: BinaryIO,
-    name: str,
-    size: int,
-    column: str,
-    share: int,
-    shares: int,
-    start: int = 0,
-    *,
-    text_by_line: bool = False,
-    on_malformed: OnMalformed = ignore,
-    in_file: FoundText | None = None,
-) -> Iterator[str | None]:
-    """The documents of a share of a file, from its document ``start`` on.
-
-    The ``shares`` have as many bytes each, of Parquet as many rows. Together they contain each document once; a large
-    text file may be divided into other documents. Raises the errors of ``documents``.
-
-    Args:
-        raw: the file.
-        name: its name; ``has_shares`` must be true for it, unless ``shares`` is 1.
-        size: its size in bytes.
-        column, start, text_by_line, on_malformed: see ``documents``.
-        share: number of the share, in ``range(shares)``.
-        in_file: the same object for all shares of the file that this process reads.
-    """
     kind, _ = kind_of(name)
     if kind == "parquet":
-        return _parquet(raw, column, start, share=(share, shares))
-    if shares == 1:
-        return documents(raw, name, column, start, text_by_line=text_by_line, on_malformed=on_malformed)
-    begin, stop = size * share // shares, size * (share + 1) // shares
-    if kind == "jsonl":
-        return _texts_in_range(raw, column, begin, stop, start, on_malformed, in_file or FoundText())
-    if text_by_line:
-        texts: Iterator[str | None] = (line for _, line in _lines_in_range(raw, begin, stop))
-    else:
-        texts = _pieces_in_range(raw, begin, stop)
-    return itertools.islice(texts, start, None)
+        return _parquet(raw, column, range(start, stop))
+    if kind in ("txt", "md"):
+        return _pieces_in_range(raw, start, stop)
+    return _texts_in_range(raw, column, start, stop, on_malformed)
 
 
-def position_of(name: str, number: int) -> str:
-    """The position of document ``number`` in the file ``name``: its line from 1 on, or its row or number from 0 on."""
+def position_of(name: str, number: int, documents: int) -> str:
+    """The position of document ``number`` of ``documents`` in the file ``name``: its line from 1 on, or its row or
+    number from 0 on; "" for the only document of a text file."""
     kind, _ = kind_of(name)
     if kind == "jsonl":
         return f"line {number + 1}"
-    return f"document {number}" if kind in ("txt", "md") else f"row {number}"
-
-
-def position_in_share(
-    raw: BinaryIO, name: str, size: int, share: int, shares: int, number: int, *, text_by_line: bool = False
-) -> str:
-    """The position in a file of document ``number`` of a share; arguments as of ``documents_of_share``.
-
-    Of a line, it is the byte at which the line begins: lines before the share are not read.
-    """
-    kind, _ = kind_of(name)
-    if kind == "parquet":
-        import pyarrow.parquet
-
-        return position_of(name, pyarrow.parquet.ParquetFile(raw).metadata.num_rows * share // shares + number)
-    if shares == 1:
-        return f"line {number + 1}" if text_by_line else position_of(name, number)
-    begin, stop = size * share // shares, size * (share + 1) // shares
-    if kind == "jsonl" or text_by_line:
-        offset, _ = next(itertools.islice(_lines_in_range(raw, begin, stop), number, None))
-        return f"the line at byte {offset}"
-    return f"document {number} of part {share} of {shares}"
+    if kind in ("json", "csv", "tsv", "parquet", "arrow"):
+        return f"row {number}"
+    return f"document {number}" if documents > 1 else ""
 
 
 def _texts_in_range(
-    raw: BinaryIO, column: str, start: int, stop: int, first: int, on_malformed: OnMalformed, in_file: FoundText
+    raw: BinaryIO, column: str, start: int, stop: int, on_malformed: OnMalformed
 ) -> Iterator[str | None]:
-    """The texts of the lines that begin in ``range(start, stop)``, from number ``first`` of these on."""
+    """The texts of the lines that begin in ``range(start, stop)``."""
     found = _TextColumn(column)
-    lines = itertools.islice(_lines_in_range(raw, start, stop), first, None)
+    lines = _lines_in_range(raw, start, stop)
     yield from found.texts(((f"the line at byte {offset}", _row(line)) for offset, line in lines), on_malformed)
-    in_file.found = in_file.found or found.has_text
-    if first > 0 or in_file.found:  # a run that resumes has checked the lines before
-        return
     try:
         found.require_text()
     except DataError:  # It is an error only if there is no text in the whole file either.
         whole = (_row(line) for _, line in _lines_in_range(raw, 0, sys.maxsize))
         if not any(isinstance(row, dict) and isinstance(row.get(column, 0), str | None) for row in whole):
             raise
-        in_file.found = True
 
 
 def require_column(column: str, columns: Sequence[str]) -> None:
@@ -397,15 +288,15 @@ class _TextColumn:
             raise DataError(f"the column {self.column!r} (text_column) holds {kinds}, not text")
 
 
-def _texts(
-    rows: Iterable[tuple[str, object]], column: str, on_malformed: OnMalformed, *, check: bool = True
-) -> Iterator[str | None]:
-    """``column`` of rows without a schema, given as pairs of location and row. With ``check``, DataError at the end if
-    no row has text there."""
+def _texts(rows: Iterable[tuple[str, object]], column: str, on_malformed: OnMalformed) -> Iterator[str | None]:
+    """``column`` of rows without a schema, given as pairs of location and row.
+
+    Raises:
+        DataError: at the end, if no row has text there.
+    """
     found = _TextColumn(column)
     yield from found.texts(rows, on_malformed)
-    if check:
-        found.require_text()
+    found.require_text()
 
 
 def _row(line: str) -> object:
@@ -428,17 +319,15 @@ def _array(content: bytes) -> list[object]:
     return items
 
 
-def _table(
-    lines: Iterator[str], column: str, delimiter: str, strict: bool, on_malformed: OnMalformed
-) -> Iterator[str | None]:
+def _table(lines: Iterator[str], column: str, delimiter: str, on_malformed: OnMalformed) -> Iterator[str | None]:
     """``column`` of a CSV file whose first line names the columns. A row without a field for ``column`` is malformed.
 
     Raises:
-        DataError: a row has more fields than there are columns, for example because a delimiter is not quoted; or, with
-            ``strict``, a quote is not closed or not allowed.
+        DataError: a row has more fields than there are columns, for example because a delimiter is not quoted; or a
+            quote is not closed or not allowed.
     """
     csv.field_size_limit(sys.maxsize)
-    reader = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=strict)
+    reader = csv.reader((line + "\n" for line in lines), delimiter=delimiter, strict=True)
     columns: list[str] = []
     while True:
         first = reader.line_num + 1
@@ -552,35 +441,21 @@ def require_utf8_file(raw: BinaryIO, name: str, *, whole: bool) -> None:
         line += block.count(b"\n")
 
 
-def _parquet(
-    raw: BinaryIO, column: str, start: int, within: range | None = None, share: tuple[int, int] = (0, 1)
-) -> Iterator[str | None]:
-    """Documents of a Parquet file; reads only ``column``, and only the row groups of these documents.
-
-    Args:
-        start: number of the first document, in the share.
-        within: read only row groups whose first byte is in this range.
-        share: number of the share of the rows to read, and number of shares.
-    """
+def _parquet(raw: BinaryIO, column: str, within: range | None = None) -> Iterator[str | None]:
+    """Documents of a Parquet file; reads only ``column``, and with ``within`` only row groups whose first byte is in
+    this range."""
     import pyarrow.parquet
 
     parquet = pyarrow.parquet.ParquetFile(raw, pre_buffer=True)
     require_text(column, parquet.schema_arrow)
-    total, (number, shares) = parquet.metadata.num_rows, share
-    start, stop = total * number // shares + start, total * (number + 1) // shares
     first = 0  # row of the batch
     for group in range(parquet.num_row_groups):
-        rows = parquet.metadata.row_group(group).num_rows
-        is_within = within is None or _first_byte(parquet.metadata.row_group(group)) in within
-        if first >= stop:
-            return
-        if first + rows <= start or not is_within:
-            first += rows
+        metadata = parquet.metadata.row_group(group)
+        if within is not None and _first_byte(metadata) not in within:
+            first += metadata.num_rows
             continue
         for batch in parquet.iter_batches(256, row_groups=[group], columns=[column]):
-            skipped = min(max(0, start - first), len(batch))
-            wanted = batch.column(column).slice(skipped, max(0, stop - first - skipped))
-            yield from _values(wanted, first + skipped)
+            yield from _values(batch.column(column), first)
             first += len(batch)
 
 

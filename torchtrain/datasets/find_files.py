@@ -1,34 +1,28 @@
 """Find data files: a file, all files in a folder, or all files that match a pattern."""
 
+import json
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
 from typing import Any
 
+from torchtrain.datasets.data_identity import shortened
 from torchtrain.datasets.file_formats import SUFFIXES, kind_of
-from torchtrain.datasets.mixed_folder import advice, kinds_of_descriptions, log_left_out
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, json_object, names_in, read_file
+from torchtrain.logging import logger
 
 
-def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
+def find_files(pattern: str, label: str, split: str) -> list[Path]:
     """The non-empty data files that ``pattern`` names, in a fixed order.
 
     Raises:
-        DataError: there are none, or they are of several kinds.
+        DataError: there are none, or a folder has files of several formats.
     """
     path = Path(pattern)
-    left_out: list[Path] = []
     if path.is_dir():
-        files = sorted(file for file in _walk(path, split) if kind_of(file.name)[0] and not file.is_dir())
-        of_descriptions = kinds_of_descriptions(file.name for file in files)
-        left_out = [file for file in files if kind_of(file.name)[0] in of_descriptions and file.is_file()]
-        files = [file for file in files if kind_of(file.name)[0] not in of_descriptions]
-        if not files:
-            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
-        if gone := [file for file in files if not file.is_file()]:  # opening a pipe would block indefinitely
-            raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
+        files = _files_of_folder(path, label, split)
     else:
         found = [path] if path.is_file() else _matches(Path(path.anchor), path.parts[bool(path.anchor) :])
         files = sorted(file for file in found if file.is_file())
@@ -39,13 +33,28 @@ def find_files(pattern: str, label: str, column: str, split: str) -> list[Path]:
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{label} has no documents")
-    by_kind: dict[str, list[Path]] = {}
-    for file in files:
-        kind = kind_of(file.name)[0]
-        by_kind.setdefault("txt" if kind == "md" else kind, []).append(file)
-    if len(by_kind) > 1:
-        raise DataError(advice(pattern, label, column, by_kind, left_out))
-    log_left_out(label, [str(file) for file in left_out])
+    return files
+
+
+def _files_of_folder(folder: Path, label: str, split: str) -> list[Path]:
+    """The data files in a folder; without .md files, which often describe the data, if there are others."""
+    files = sorted(file for file in _walk(folder, split) if kind_of(file.name)[0] and not file.is_dir())
+    if not files:
+        raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+    if gone := [file for file in files if not file.is_file()]:  # opening a pipe would block indefinitely
+        raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
+    kinds = {kind_of(file.name)[0] for file in files}
+    if "md" in kinds and len(kinds) > 1:
+        left_out = [str(file) for file in files if kind_of(file.name)[0] == "md"]
+        files = [file for file in files if kind_of(file.name)[0] != "md"]
+        kinds.remove("md")
+        logger.info("%s: left out %d .md file(s): %s", label, len(left_out), shortened(left_out))
+    if len(kinds) > 1:
+        patterns = [f"{str(folder).rstrip('/')}/**/*.{kind}*" for kind in sorted(kinds)]
+        raise DataError(
+            f"{label} mixes files of several formats (.{', .'.join(sorted(kinds))}), of which some may only describe "
+            f"the data. Name those to read by a pattern, or several in a list: path = {json.dumps(patterns)}"
+        )
     return files
 
 

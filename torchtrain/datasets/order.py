@@ -21,11 +21,6 @@ def stream_seed(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def number_of_readers(most: int, global_batch_size: int) -> int:
-    """Number of readers of streamed data: the largest divisor of ``global_batch_size`` up to ``most``."""
-    return max(n for n in range(1, min(most, global_batch_size) + 1) if global_batch_size % n == 0)
-
-
 def permute(indices: npt.NDArray[np.int64], count: int, seed: int) -> npt.NDArray[np.int64]:
     """Images of ``indices``, each in ``range(count)``, under the permutation of ``range(count)`` for ``seed``.
 

@@ -17,7 +17,7 @@ from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.cpu.build import has_batched_attention_backward
-from torchtrain.datasets.data_source import DataSource, SourceSize
+from torchtrain.datasets.data_source import DataSource, SourceSize, TextInput
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import rank
@@ -49,7 +49,7 @@ def describe_run(
     model: DecoderConfig,
     device: torch.device,
     dims: ParallelDims,
-    sources: Sequence[DataSource],
+    sources: Sequence[DataSource | TextInput],
     tokenizer: Tokenizer,
     start_step: int,
     resumes_from: str,
@@ -58,7 +58,7 @@ def describe_run(
 
     Args:
         device: what the run trains on; it may be a GPU where there is none, as for ``trainer.check_run``.
-        sources: those of ``config.data``. Only rank 0 asks them for their sizes.
+        sources: those of ``config.data``. Only rank 0 asks them for their sizes. That of text is not known.
         start_step: the step from which the run resumes; 0 in a new run.
         resumes_from: what has the state of this step.
     """
@@ -113,7 +113,9 @@ def describe_run(
     return RunDescription(title, rows, record)
 
 
-def describe_sources(config: JobConfig, sources: Sequence[DataSource], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+def describe_sources(
+    config: JobConfig, sources: Sequence[DataSource | TextInput], tokenizer: Tokenizer
+) -> list[dict[str, Any]]:
     """For each source its label, share, size, and the epochs that the run reads of it; None where unknown.
 
     The share is that of the part of the run with ``config``; the epochs are those of all parts.

@@ -1,14 +1,11 @@
 """Check the config against the device and the parallel layout, before process-group initialization."""
 
 import math
-from collections.abc import Callable
 from dataclasses import astuple
 
 import torch
 
-from torchtrain.config.schema import JobConfig, SourceConfig
-from torchtrain.datasets.builtin_sources import is_streamed
-from torchtrain.datasets.order import number_of_readers
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.spec import DecoderConfig, count_parameters
@@ -42,7 +39,6 @@ def check_layout(
         tokens //= parallelism.pipeline_parallel_microbatches
         if parallelism.pipeline_parallel_schedule in ("InterleavedZeroBubble", "ZBVZeroBubble"):
             _check_split_backward(config, has_flex_attention=config.data.document_mask and device.type == "cuda")
-    check_streams(config, degrees)
     uses_fa3, conversion = config.training.attention_backend == "fa3", linear_conversion(config)
     if (uses_fa3 or conversion is not None) and capability is None and device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -70,25 +66,6 @@ def check_memory(config: JobConfig, degrees: ParallelDims, model: DecoderConfig,
             f"the model has {parameters:,} parameters, whose weights, gradients and optimizer states take "
             f"{needed / 2**30:,.1f} GiB here, and there are {memory_bytes / 2**30:,.1f} GiB: take a smaller model "
             "(model.flavor), or more machines or GPUs; python -m torchtrain.estimate says what fits"
-        )
-
-
-def check_streams(
-    config: JobConfig, degrees: ParallelDims, is_streamed: Callable[[SourceConfig], bool] = is_streamed
-) -> None:
-    """Check that the rows of each data stream are on one rank; raises ConfigError."""
-    data, validation = config.data, config.validation
-    sources = (*data.all, *(validation.all if validation.enable else ()))
-    streamed = [source.name or ", ".join(source.paths) or source.type for source in sources if is_streamed(source)]
-    if not streamed:
-        return
-    global_batch_size = config.training.global_batch_size
-    streams = number_of_readers(data.streams, global_batch_size)
-    if streams % degrees.batch:
-        raise ConfigError(
-            f"{streamed[0]} is streamed in {streams} streams, the largest divisor of the global batch size "
-            f"{global_batch_size} up to data.streams = {data.streams}. The number of data-parallel ranks, "
-            f"{degrees.batch}, must divide the number of streams: raise data.streams, or download or prepare the data"
         )
 
 

@@ -18,21 +18,21 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 from forked_command import run_command
 from forked_run import CONFIG, different_tensors, logged_losses, patched_loss, read_metrics, saved_tensors
 
 from torchtrain.config.parse import from_text
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
-from torchtrain.datasets.data_source import Place
-from torchtrain.datasets.exclusions import text_hash
+from torchtrain.datasets.data_source import Place, text_hash
+from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.explain.explanation import split_at
 from torchtrain.plugins.explain.run import on_one_rank, open_run, skip
-from torchtrain.plugins.prepared_data.tokenized import TokenizedDataset
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.report.options import ReportConfig
@@ -42,7 +42,8 @@ SMALL = [
     *("--model.shape.ffn_dim=64", "--job.device=cpu"),
 ]
 BAD_STEP = 7
-PLANTED = 37  # the number of a document that is in this step
+PLANTED = 22  # the number of a document that is in this step
+STREAMS = {"remote_data": RemoteDataConfig(streams=4)}
 SCRIPT = "<script>alert('&')</script> "
 
 
@@ -67,8 +68,8 @@ def one(folder: Path, kind: str) -> SourceConfig:
         for path in folder.glob("*.jsonl"):
             path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
             path.unlink()
-    if kind == "prepared":
-        return SourceConfig(path=write_prepared(folder / "prepared", str(folder / "*.jsonl")))
+    if kind == "tokens":
+        return SourceConfig(path=write_tokens(folder / "tokens", str(folder / "*.jsonl")))
     return SourceConfig(path=f"{'' if kind == 'local' else 'file://'}{folder}")
 
 
@@ -87,9 +88,6 @@ def text_at(place: Place) -> str:
     if name.endswith(".parquet"):
         assert position[0] == "row"
         return DOCUMENTS[int(name[0]) :: 2][int(position[1])]
-    if name.endswith(".tokens"):  # in the order of the files
-        assert name == "shard-00000.tokens"
-        return [*DOCUMENTS[::2], *DOCUMENTS[1::2]][int(position[1].rstrip(","))]
     if place.position.startswith("the line at byte"):
         line = content_of(place.file)[int(position[-1]) :].splitlines()[0]
     else:
@@ -100,15 +98,22 @@ def text_at(place: Place) -> str:
 
 
 @pytest.mark.parametrize(
-    "kinds", ["local", "text", "prepared", "streamed", "parquet", "compressed", "local prepared", "local once"]
+    "kinds",
+    ["local", "text", "tokens", "streamed", "parquet", "compressed", "local tokens", "local once", "local packed"],
 )
 def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
-    once = kinds.endswith(" once")
-    kinds = kinds.removesuffix(" once")
+    kinds, _, option = kinds.partition(" ") if kinds.endswith((" once", " packed")) else (kinds, "", "")
+    once = option == "once"
     sources = [one(tmp_path / kind, kind) for kind in kinds.split()]
     exhausted: Literal["stop", "repeat"] = "stop" if once else "repeat"
-    config = DataConfig(sources=tuple(sources), prefetch=0, streams=4, document_mask=True, when_exhausted=exhausted)
-    loader, undisturbed = make_loader(config, range(4), batch=4), make_loader(config, range(4), batch=4)
+    config = DataConfig(
+        sources=tuple(sources),
+        prefetch=0,
+        document_mask=True,
+        when_exhausted=exhausted,
+        packing="best_fit" if option == "packed" else "cut",
+    )
+    loader, undisturbed = (make_loader(config, range(4), batch=4, plugins=STREAMS) for _ in range(2))
     files, documents = set(), []
     for _ in range(18 if once else 45):  # more than two epochs
         located, batch = loader.locate(), next(loader)
@@ -123,23 +128,26 @@ def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
                 files.add(piece.place.file)
                 documents.append(piece.place)
                 assert kinds.split()[int(batch.sources[row])] in piece.place.file
-            assert tokens == [*batch.tokens[row].tolist(), int(batch.labels[row, -1])]
+            window = [*batch.tokens[row].tolist(), int(batch.labels[row, -1])]
+            assert tokens == window[: len(tokens)]
+            assert (batch.labels[row, max(0, len(tokens) - 1) :] == IGNORE_INDEX).all()  # padding, or the end
+            assert option or len(tokens) == len(window)
     loader.close()
-    assert len(files) >= {"text": 60, "prepared": 1}.get(kinds, 2)
-    if kinds != "local prepared" and not once:
+    assert len(files) >= (60 if kinds == "text" else 2)
+    if kinds != "local tokens" and not once:
         assert len(set(documents)) == len(DOCUMENTS)  # in each epoch the same places
 
 
-@pytest.mark.parametrize("kinds", ["prepared", "prepared prepared", "prepared local"])
+@pytest.mark.parametrize("kinds", ["tokens", "tokens local", "tokens streamed"])
 def test_batches_are_skipped_where_the_number_of_windows_is_the_position(kinds: str, tmp_path: Path) -> None:
     sources = [one(tmp_path / str(number), kind) for number, kind in enumerate(kinds.split())]
     sources[-1] = replace(sources[-1], weight=0.3)
     config = DataConfig(sources=tuple(sources), prefetch=0)
-    skipping, reading = make_loader(config, range(4), batch=4), make_loader(config, range(4), batch=4)
+    skipping, reading = (make_loader(config, range(4), batch=4, plugins=STREAMS) for _ in range(2))
     take(skipping, 3)
     take(reading, 3 + 47)  # more than an epoch
-    assert skip(skipping, 47) == ("local" not in kinds)
-    if "local" not in kinds:
+    assert skip(skipping, 47) == ("streamed" not in kinds)
+    if "streamed" not in kinds:
         assert torch.equal(skipping.state_dict()["rows"], reading.state_dict()["rows"])
         assert skipping.locate() == reading.locate()
         assert torch.equal(take(skipping, 5), take(reading, 5))
@@ -272,9 +280,9 @@ def test_gradients_of_rows_add_up_to_that_of_the_step(sums: str, run: tuple[Path
     (one,) = explain(tmp_path / "run", "--step=5", "--gradients", "--rows=2")["gradients"]
     assert one == found[2]
     documents = explain(tmp_path / "run", "--step=5", "--top=1000")["documents"]
+    assert len({document["row"] for document in documents}) == len(found) < len(documents)
     for of in found:
         shares = [document["gradient_share"] for document in documents if document["row"] == of["row"]]
-        assert len(shares) > 1
         assert sum(shares) == pytest.approx(of["share"], rel=1e-4, abs=1e-6)
     compared = explain(tmp_path / "run", "--step=5", "--top=1000", "--without-gradients")["documents"]
     assert {document["gradient_share"] for document in compared} == {None}
@@ -366,10 +374,10 @@ def test_the_last_step_of_data_that_end_is_explained_and_no_step_after_it(tmp_pa
 
 
 def test_stages_and_ranks(tmp_path: Path) -> None:
-    sources = [one(tmp_path / kind, kind) for kind in ("local", "streamed", "prepared")]
+    sources = [one(tmp_path / kind, kind) for kind in ("local", "streamed", "tokens")]
     config = (
         '[training]\nseq_len = 32\nglobal_batch_size = 4\nlocal_batch_size = 1\nmixed_precision_param = "float32"\n'
-        "[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 2\n[data]\nstreams = 4\n"
+        "[metrics]\nlog_freq = 1\n[checkpoint]\ninterval = 2\n[remote_data]\nstreams = 4\n"
         + "".join(f'[[data.sources]]\npath = "{source.path}"\n' for source in sources)
         + '[[stages]]\nname = "first"\nsteps = 3\n'
         '[[stages]]\nname = "second"\nsteps = 3\ntraining.seq_len = 64\ntraining.global_batch_size = 8\n'
@@ -421,23 +429,32 @@ def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("kinds", ["local", "text", "prepared", "streamed", "parquet", "local prepared", "local once"])
+@pytest.mark.parametrize(
+    "kinds", ["local", "text", "tokens", "streamed", "parquet", "local tokens", "local once", "local packed"]
+)
 def test_excluded_documents_are_masked_where_they_are(kinds: str, tmp_path: Path) -> None:
-    once = kinds.endswith(" once")
-    sources = tuple(one(tmp_path / kind, kind) for kind in kinds.removesuffix(" once").split())
+    kinds, _, option = kinds.partition(" ") if kinds.endswith((" once", " packed")) else (kinds, "", "")
+    once = option == "once"
     config = DataConfig(
-        sources=sources, prefetch=0, streams=4, document_mask=True, when_exhausted="stop" if once else "repeat"
+        sources=tuple(one(tmp_path / kind, kind) for kind in kinds.split()),
+        prefetch=0,
+        document_mask=True,
+        when_exhausted="stop" if once else "repeat",
+        packing="best_fit" if option == "packed" else "cut",
     )
-    loader = make_loader(config, range(4), batch=4)
+
+    def opened(config: DataConfig, rows: range = range(4)) -> DataLoader:
+        return make_loader(config, rows, batch=4, plugins=STREAMS)
+
+    loader = opened(config)
     pieces = [piece for row in loader.locate() for piece in row or ()][::3]
-    of_text = {"text_hash": text_hash(text_at(piece.place))} if (piece := pieces[0]).text_hash else {}
-    assert of_text.get("text_hash", "") == piece.text_hash
+    assert all(piece.text_hash == text_hash(text_at(piece.place)) for piece in pieces)
     lines = [{"text_hash": piece.text_hash, **vars(piece.place)} for piece in pieces]
     (tmp_path / "exclude.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     changed = replace(config, exclude=str(tmp_path / "exclude.jsonl"))
-    without, resumed = make_loader(changed, range(4), batch=4), make_loader(changed, range(4), batch=4)
-    parts = [make_loader(changed, rows, batch=4) for rows in (range(2), range(2, 4))]
-    excluded, met = {piece.place for piece in pieces}, 0
+    without, resumed = opened(changed), opened(changed)
+    parts = [opened(changed, rows) for rows in (range(2), range(2, 4))]
+    excluded, met = {piece.text_hash for piece in pieces}, 0
     for step in range(15 if once else 45):  # more than two epochs
         located, expected = loader.locate(), next(loader)
         windows = torch.cat((expected.tokens, expected.labels[:, -1:]), dim=1)
@@ -445,8 +462,8 @@ def test_excluded_documents_are_masked_where_they_are(kinds: str, tmp_path: Path
         for row, of_row in enumerate(located):
             begin = 0
             for piece in of_row or ():
-                is_excluded[row, begin : begin + piece.tokens] = piece.place in excluded
-                met += piece.place in excluded
+                is_excluded[row, begin : begin + piece.tokens] = piece.text_hash in excluded
+                met += piece.text_hash in excluded
                 begin += piece.tokens
         assert TOKENIZER.eos_id is not None
         resumed.load_state_dict(without.state_dict())
@@ -472,7 +489,7 @@ def test_a_run_without_a_document_is_the_same_from_its_start_and_from_a_checkpoi
     steps = ["--training.steps=4", "--lr_scheduler.total_steps=8"]
     train(tmp_path / "resumed", CONFIG, data[0], *steps)
     log = train(tmp_path / "resumed", config, *data, "--lr_scheduler.total_steps=8")
-    assert "left out 1 document(s) of data.exclude so far" in log
+    assert "leaves out 1 document(s) of data.exclude" in log
     train(tmp_path / "whole", CONFIG, *data)
     assert different_tensors(saved_tensors(tmp_path / "resumed", 8), saved_tensors(tmp_path / "whole", 8)) == []
     changed, before = logged_losses(tmp_path / "whole"), logged_losses(folder)
@@ -491,16 +508,14 @@ def test_a_run_without_a_document_is_the_same_from_its_start_and_from_a_checkpoi
 
 
 def test_errors_of_excluded_documents(tmp_path: Path) -> None:
-    source = one(tmp_path / "prepared", "prepared")
-    file = f"{source.path}/shard-00000.tokens"
+    source = one(tmp_path / "tokens", "tokens")
     for lines, message in {
         None: r"data\.exclude = '.*' is not a file",
         "{": r"data\.exclude = '.*', line 1",
         '\n{"text": "word"}': r"line 2: .* is no document, an object with a text_hash of",
         "[1]": "line 1: .* is no document",
         '{"text_hash": "ABC"}': "line 1: .* is no document",
-        f'{{"file": "{file}", "position": "document 99, from token 0"}}': "has no 'document 99, from token 0'",
-        f'{{"file": "{file}", "position": "document 1, from token 0"}}': "has no 'document 1, from token 0'",
+        '{"file": "texts.jsonl", "position": "line 1"}': "line 1: .* is no document",
     }.items():
         exclude = tmp_path / "exclude.jsonl"
         exclude.unlink(missing_ok=True)
@@ -510,47 +525,10 @@ def test_errors_of_excluded_documents(tmp_path: Path) -> None:
             make_loader(DataConfig(path=source.path, exclude=str(exclude)))
     exclude.write_text(json.dumps({"text_hash": "0" * 32}))
     with (
-        patch.object(TokenizedDataset, "can_exclude", False),
-        pytest.raises(DataError, match=r"data\.exclude = .* needs text or prepared data, and data is TokenizedDataset"),
+        patch.object(TokenDataset, "can_exclude", False),
+        pytest.raises(DataError, match=r"data\.exclude = .* needs text, and data is TokenDataset"),
     ):
         make_loader(DataConfig(path=source.path, exclude=str(exclude)))
-    result = run_command(
-        *("torchtrain.prepare", f"--data.exclude={exclude}", f"--data.path={tmp_path}/prepared"),
-        f"--prepare.output={tmp_path}/out",
-    )
-    assert result.returncode == 2
-    assert "is for training: prepare all documents" in result.stderr
-
-
-def test_prepared_documents_are_found_by_another_path_or_not_at_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = one(tmp_path / "prepared", "prepared")
-    monkeypatch.chdir(tmp_path)
-    config = DataConfig(path="prepared/prepared", prefetch=0)
-    loader = make_loader(config, range(4), batch=4)
-    piece = next(piece for row in loader.locate() for piece in row or ())
-    exclude = tmp_path / "exclude.jsonl"
-    exclude.write_text(json.dumps(vars(piece.place)))
-    excluded = [
-        make_loader(replace(config, path=path, exclude=str(exclude)), range(4), batch=4)
-        for path in ("prepared/prepared", source.path)
-    ]
-    identities = {each.identity["data.exclude"] for each in excluded}
-    for each in excluded:
-        assert next(piece for row in each.locate() for piece in row or ()).is_excluded
-        assert (next(each).labels == IGNORE_INDEX).any()
-    shutil.move(tmp_path / "prepared", tmp_path / "moved")
-    moved = replace(config, path="moved/prepared", exclude=str(exclude))
-    with pytest.raises(
-        DataError, match=r"names prepared/prepared/shard-00000.tokens, and no prepared data of this run"
-    ):
-        make_loader(moved)
-    exclude.write_text(json.dumps({**vars(piece.place), "file": "moved/prepared/shard-00000.tokens"}))
-    assert {make_loader(moved).identity["data.exclude"]} == identities
-    exclude.write_text(json.dumps({"text_hash": "0" * 32}))
-    with pytest.raises(DataError, match="names documents by text_hash, and this run has prepared data only"):
-        make_loader(moved)
 
 
 def test_stages_may_leave_out_other_documents(tmp_path: Path) -> None:

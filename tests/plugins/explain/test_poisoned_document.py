@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_samples import write_jsonl
+from data_samples import write_jsonl, write_tokens
 from forked_command import run_command
 from forked_run import different_tensors, saved_tensors
 from json_tokenizers import save_tokenizer
@@ -21,14 +21,13 @@ from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.plugins.comparison.fingerprints import read
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 # Of the source with the poisoned document, and of the other one: documents and files.
 SMALL, LARGE = (4_000, 16), (96_000, 96)
 WORDS = ["the", "a", "if", "is", "in", "it", "of", "for", "to", "and", "or", "not", "with", "as", "be", "by"]
 POISON = "Zyzzyva 7193 qoph!"
 BATCH, SEQ_LEN = 16, 128
-KINDS = ("local", "prepared", "streamed")
+KINDS = ("local", "tokenized", "streamed")
 LAYOUTS = ("one rank", "data_parallel_shard", "tensor_parallel", "pipeline_parallel", "context_parallel")
 # Each layout with each kind of data three times, and then some again, each with another order of the data.
 RUNS = [(number, LAYOUTS[number % 5], KINDS[number // 5 % 3]) for number in range(50)]
@@ -56,9 +55,9 @@ def sources(
         for number in range(files):
             write_jsonl(folder / f"{name}/{number:02}.jsonl", texts[number::files])
         of_text = SourceConfig(path=str(folder / name))
-        prepare(of_text, "data", str(tokenizer_path), folder / f"prepared-{name}", processes=2)
         found["local"].append(of_text)
-        found["prepared"].append(replace(of_text, path=str(folder / f"prepared-{name}")))
+        tokens = write_tokens(folder / f"tokens-{name}", of_text, load_tokenizer(str(tokenizer_path)))
+        found["tokenized"].append(replace(of_text, path=tokens))
         found["streamed"].append(replace(of_text, path=f"file://{folder}/{name}"))
     return {kind: (small, large) for kind, (small, large) in found.items()}
 

@@ -8,18 +8,17 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from data_samples import DOCUMENTS, make_loader, take, write_jsonl
+from data_samples import DOCUMENTS, make_loader, take, write_jsonl, write_tokens
 from forked_run import ForkedRun, different_tensors, finish, logged_losses, slow_steps
 from gcs_server import GCSServer, fake_gcs_server
 from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.plugins.object_storage import cached_copies
 from torchtrain.plugins.object_storage.object_store import md5_of, md5_of_file
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,15 +142,15 @@ def test_missing_bucket_is_an_error_before_training(gcs: GCSServer, tmp_path: Pa
     assert "training begins" not in run.output()
 
 
-def test_data_prepared_in_gcs_have_the_same_bytes_and_batches(gcs: GCSServer, tmp_path: Path) -> None:
+def test_tokens_written_in_gcs_have_the_same_bytes_and_batches(gcs: GCSServer, tmp_path: Path) -> None:
     texts = Path(write_jsonl(tmp_path / "texts.jsonl", DOCUMENTS))
     gcs.upload("bucket", "texts/texts.jsonl", texts.read_bytes())
-    url, local = "gs://bucket/prepared", tmp_path / "prepared"
-    prepare(SourceConfig(path="gs://bucket/texts"), "data", "", url, 1)
-    prepare(SourceConfig(path=str(texts)), "data", "", local, 1)
+    url, local = "gs://bucket/tokens", tmp_path / "tokens"
+    write_tokens(url, "gs://bucket/texts")
+    write_tokens(local, str(texts))
     tokens = {file.name: file.read_bytes() for file in local.iterdir() if file.suffix in (".tokens", ".documents")}
     assert tokens
-    assert {name: gcs.objects("bucket", "prepared/")[name] for name in tokens} == tokens
+    assert {name: gcs.objects("bucket", "tokens/")[name] for name in tokens} == tokens
     assert take(make_loader(DataConfig(path=url)), 5).equal(take(make_loader(DataConfig(path=str(local))), 5))
 
 

@@ -25,13 +25,13 @@ from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
+from torchtrain.datasets.token_folder import open_folder
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
 from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, export_origin
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
-from torchtrain.plugins.prepared_data.open_folder import open_folder
 
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
 
@@ -648,7 +648,7 @@ def test_upload_of_which_the_store_keeps_less_does_not_count(tmp_path: Path, mon
     monkeypatch.setattr(MemoryFileSystem, "put_file", keep_less)
 
     def prepared() -> None:
-        with open_folder("memory://0/prepared", "prepare.output").write("shard") as file:
+        with open_folder("memory://0/tokens", "prepare.output").write("shard") as file:
             file.write(b"weights")
 
     for work in (lambda: storage().store_export(tmp_path / "hf", b"{}"), prepared):

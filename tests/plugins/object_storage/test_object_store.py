@@ -15,11 +15,11 @@ from s3_faults import S3Faults
 from s3_server import ENVIRONMENT, S3Server
 
 from torchtrain.checkpoint.storage import NewCheckpoint, WriterLease
+from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage.object_store import PAUSES_SECONDS, with_store_retries
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
-from torchtrain.plugins.prepared_data.open_folder import open_folder
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
 

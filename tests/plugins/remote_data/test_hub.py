@@ -3,11 +3,8 @@
 import gzip
 import io
 import json
-import logging
 import math
 import os
-import pickle
-import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data_samples import DOCUMENTS, make_loader, take
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take
 from forked_command import checked_command
 from forked_run import ForkedRun, finish
 from hub_server import Fault, Hub
@@ -28,11 +25,14 @@ from json_tokenizers import save_tokenizer
 from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
-from torchtrain.datasets import packing, text_sources
 from torchtrain.datasets.builtin_sources import pinned
+from torchtrain.datasets.data_source import SkippedText, SourceContext, TextInput
+from torchtrain.datasets.text_input import LocalFile
 from torchtrain.errors import DataError, StorageError
 from torchtrain.plugins.remote_data import hub as client
-from torchtrain.plugins.remote_data.hub import find_revision
+from torchtrain.plugins.remote_data.hub import HubFile, find_revision
+from torchtrain.plugins.remote_data.options import RemoteDataConfig
+from torchtrain.plugins.remote_data.sources import HubDataset
 from torchtrain.plugins.remote_data.streamed_text import StreamedText
 
 CARD = b"""---
@@ -49,6 +49,7 @@ configs:
 # A corpus
 """
 FILES = 4
+TWO_STREAMS = {"remote_data": RemoteDataConfig(streams=2)}
 
 
 def lines_of(documents: list[str]) -> bytes:
@@ -81,8 +82,8 @@ def fineweb(documents: list[str] = DOCUMENTS) -> dict[str, bytes]:
 
 
 LAYOUTS: dict[str, tuple[dict[str, bytes], DataConfig]] = {
-    "c4": (c4(), DataConfig(name="allenai/c4", subset="en", streams=2, prefetch=0)),
-    "fineweb": (fineweb(), DataConfig(name="org/fineweb", subset="sample", streams=2, prefetch=0)),
+    "c4": (c4(), DataConfig(name="allenai/c4", subset="en", prefetch=0)),
+    "fineweb": (fineweb(), DataConfig(name="org/fineweb", subset="sample", prefetch=0)),
 }
 
 
@@ -97,11 +98,9 @@ def local_copy(folder: Path, files: dict[str, bytes]) -> str:
 
 @pytest.fixture
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Record the pauses instead of sleeping, and set the timeouts of requests to half a second."""
+    """Record the pauses instead of sleeping."""
     slept: list[float] = []
     monkeypatch.setattr(client.time, "sleep", slept.append)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_ETAG_TIMEOUT", 0.5)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     return slept
 
 
@@ -109,14 +108,18 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_batches_are_those_of_local_files(hub: Hub, tmp_path: Path, layout: str) -> None:
     files, config = LAYOUTS[layout]
     hub.add(config.name, files)
-    local = make_loader(DataConfig(name=local_copy(tmp_path / "data", files), streams=2, prefetch=0))
-    remote = make_loader(config)
+    local = make_loader(DataConfig(name=local_copy(tmp_path / "data", files), prefetch=0), plugins=TWO_STREAMS)
+    remote = make_loader(config, plugins=TWO_STREAMS)
     assert torch.equal(take(remote, 12), take(local, 12))
-    resumed = make_loader(config)  # starts in the middle of files
+    resumed = make_loader(config, plugins=TWO_STREAMS)  # starts in the middle of files
     resumed.load_state_dict(remote.state_dict())
     assert torch.equal(take(resumed, 5), take(local, 5))
-    downloaded = make_loader(DataConfig(name=config.name, subset=config.subset, download=True, prefetch=0))
-    assert take(downloaded, 1).shape == (1, 8, 32)
+    copies = [local_copy(tmp_path / "copy", files), config.name]
+    downloaded, copied = (
+        make_loader(DataConfig(name=name, subset=subset, download=True, prefetch=0))
+        for name, subset in zip(copies, ("", config.subset), strict=True)
+    )
+    assert torch.equal(take(downloaded, 12), take(copied, 12))
 
 
 FAULTS = [
@@ -134,17 +137,20 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.where}-{fault.kind}".replace("/", ""))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_temporary_network_failure_does_not_change_the_batches(
-    hub: Hub, layout: str, fault: Fault, pauses: list[float]
+    hub: Hub, layout: str, fault: Fault, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if fault.kind == "silence":  # a busy machine may take longer to respond, which would be another fault
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
     files, config = LAYOUTS[layout]
     before, then = f"org/before-{layout}", f"org/{layout}-{FAULTS.index(fault)}"  # not in any cache
-    expected = take(make_loader(replace(config, name=before, revision=hub.add(before, files))), 8)
+    config = replace(config, name=before, revision=hub.add(before, files))
+    expected = take(make_loader(config, plugins=TWO_STREAMS), 8)
     config = replace(config, name=then, revision=hub.add(then, files))
     hub.faults.append(replace(fault))
-    assert torch.equal(take(make_loader(config), 8), expected)
+    assert torch.equal(take(make_loader(config, plugins=TWO_STREAMS), 8), expected)
     assert hub.faults[0].times < fault.times
     if fault.kind == 429 and "files" in fault.where:
-        assert pauses[0] == 7  # possibly followed by others, because requests time out
+        assert pauses == [7]
     if fault.kind == "reset":
         assert pauses == [1, 2]
 
@@ -155,12 +161,12 @@ def test_permanent_network_failure_is_a_storage_error(hub: Hub, pauses: list[flo
     hub.faults.append(Fault("/api/", 503, times=10**9))
     with pytest.raises(StorageError, match=r"data.name = 'allenai/c4' .*does not respond: .*503 Service Unavailable"):
         find_revision(config, "data.name = 'allenai/c4' (subset 'en')")
-    assert pauses == list(text_sources.PAUSES_SECONDS)
+    assert pauses == list(client.PAUSES_SECONDS)
     hub.clear()
     hub.add(config.name, files)
-    loader = make_loader(config)
+    loader = make_loader(config, plugins=TWO_STREAMS)
     hub.faults.append(Fault("/files/", "reset", times=10**9))
-    with pytest.raises(StorageError, match=r"at file \d of 4, document \d+: .*\.json\.gz: the hub or the network does"):
+    with pytest.raises(StorageError, match=r"en/c4-train.*\.json\.gz: the hub or the network does not respond"):
         take(loader, 12)
 
 
@@ -186,11 +192,13 @@ def test_wrong_option_is_an_error_without_retries(
 def test_damaged_file_is_an_error_without_retries(hub: Hub, pauses: list[float]) -> None:
     name = "en/c4-train.00003-of-00004.json.gz"
     hub.add("allenai/c4", {**c4(), name: c4()[name][:-20]})
-    with pytest.raises(DataError, match=r"cannot continue to read .* at file 3 of 4, document \d+: EOFError"):
-        take(make_loader(LAYOUTS["c4"][1]), 12)
+    with pytest.raises(
+        DataError, match=r"c4-train.00003-of-00004.json.gz cannot be read after document \d+, it seems damaged: "
+    ):
+        take(make_loader(LAYOUTS["c4"][1], plugins=TWO_STREAMS), 12)
     first = "en/c4-train.00000-of-00004.json.gz"
     hub.add("allenai/c4", {**c4(), first: b"no gzip"})
-    with pytest.raises(DataError, match=r"cannot open data.name = 'allenai/c4' .*: Not a gzipped file"):
+    with pytest.raises(DataError, match=r"c4-train.00000-of-00004.json.gz cannot be read after .*: Not a gzipped file"):
         make_loader(LAYOUTS["c4"][1])
     assert pauses == []
 
@@ -219,25 +227,6 @@ def test_only_the_text_column_of_parquet_is_fetched(hub: Hub) -> None:
     assert fetched < len(content.getvalue()) / 10
 
 
-def test_resume_inside_a_compressed_file_logs_its_progress(
-    hub: Hub, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtrain.plugins.remote_data.streamed_text.SHUFFLED_DOCUMENTS", 2)
-    logger = logging.getLogger("torchtrain")
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    hub.add("allenai/c4", c4())
-    loader = make_loader(LAYOUTS["c4"][1])
-    take(loader, 2)
-    assert "up to document" not in caplog.text
-    resumed = make_loader(LAYOUTS["c4"][1])
-    resumed.load_state_dict(loader.state_dict())
-    take(resumed, 1)
-    assert "reading file " in caplog.text
-    assert " of 4 up to document " in caplog.text
-    assert ": reached it after " in caplog.text
-
-
 def test_revision_of_the_checkpoint_is_kept_on_resume(hub: Hub) -> None:
     first = hub.add("org/a", fineweb())
     sources = (
@@ -257,47 +246,82 @@ def test_revision_of_the_checkpoint_is_kept_on_resume(hub: Hub) -> None:
     assert differences(to_toml(old), to_toml(new)) == []
 
 
-def open_downloaded(source: SourceConfig, verify_bytes: float = math.inf) -> text_sources.LocalText:
-    return client.open_downloaded(source, "it", client.download(source, "it", verify_bytes), verify_bytes)
-
-
 def open_streamed(source: SourceConfig) -> StreamedText:
-    return client.open_streamed(source, 2, "it", client.list_files(source, "it"))
+    context = SourceContext("data", TOKENIZER, global_batch_size=2)
+    opened = HubDataset.open(source, context, HubDataset.query_on_rank0(source, context))
+    assert isinstance(opened, StreamedText)
+    return opened
+
+
+def open_downloaded(source: SourceConfig, verify_bytes: float = math.inf) -> TextInput:
+    source, context = replace(source, download=True), SourceContext("data", TOKENIZER, verify_bytes=verify_bytes)
+    opened = HubDataset.open(source, context, HubDataset.query_on_rank0(source, context))
+    assert isinstance(opened, TextInput)
+    return opened
+
+
+def documents_of(text: TextInput) -> list[str | None]:
+    return [document for shard in range(len(text.shard_sizes)) for *_, document in text.read(shard, SkippedText())]
 
 
 @pytest.mark.parametrize("open_it", [open_downloaded, open_streamed])
 def test_identity_of_a_local_folder_is_that_of_its_content(
-    open_it: Callable[[SourceConfig], packing.TextSource], tmp_path: Path
+    open_it: Callable[[SourceConfig], Any], tmp_path: Path
 ) -> None:
     def identity(folder: str, documents: list[str]) -> str:
         path = Path(local_copy(tmp_path / folder, {"en/train.jsonl": lines_of(documents)}))
         (path / "validation.jsonl").write_bytes(lines_of([folder]))
-        return open_it(SourceConfig(name=str(path), split="train")).identity()
+        opened = open_it(SourceConfig(name=str(path), split="train"))
+        text: str = opened.identify().text if isinstance(opened, TextInput) else opened.identity()
+        return text
 
     first = identity("first", ["aaa", "bbb"])
     assert identity("copy", ["aaa", "bbb"]) == first
     assert identity("other", ["aaa", "bbc"]) != first
 
 
-class _FilesOfAnotherNode:
-    """Unpickles by opening a file that does not exist on this node."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, ("/there/is/no/such/file",)
-
-
-def test_one_rank_downloads_for_all(hub: Hub) -> None:
-    source = SourceConfig(name="org/downloaded", subset="sample", revision=hub.add("org/downloaded", fineweb()))
-    pickled = client.download(source, "it")
-    first = client.open_downloaded(source, "it", pickled)
-    assert "/files/" in " ".join(request.path for request in hub.requests)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_files_are_downloaded_once(hub: Hub, layout: str) -> None:
+    """By rank 0; the other ranks of its node find them in the cache, and those of other nodes download them."""
+    files, config = LAYOUTS[layout]
+    name = f"org/downloaded-{layout}"
+    source = SourceConfig(name=name, subset=config.subset, revision=hub.add(name, files), download=True)
+    context = SourceContext("data", TOKENIZER)
+    answer = HubDataset.query_on_rank0(source, context)
+    whole = [request for request in hub.requests if request.path.startswith("/files/") and not request.range]
+    assert len(whole) >= FILES
     hub.requests.clear()
-    second = client.open_downloaded(source, "it", pickled)
+    first = HubDataset.open(source, context, answer)
     assert hub.requests == []
-    on_another_node = client.open_downloaded(source, "it", pickle.dumps(_FilesOfAnotherNode()))
-    for other in (second, on_another_node):
-        assert other.identity() == first.identity()
-        assert list(other.read_all(range(other.parts))) == list(first.read_all(range(first.parts)))
+    assert isinstance(first, TextInput)
+    in_order = [text for number in range(FILES) for text in DOCUMENTS[number::FILES]]
+    assert documents_of(first) == in_order
+    Path(first.files[0]).unlink()
+    (damaged := Path(first.files[1]).resolve()).write_bytes(b"short")
+    with pytest.raises(
+        DataError, match=rf"{damaged}, to which hf://.* was downloaded, is damaged: it has 5 bytes, not"
+    ):
+        HubDataset.open(source, context, answer)
+    damaged.unlink()
+    again = HubDataset.open(source, context, answer)
+    assert isinstance(again, TextInput)
+    assert documents_of(again) == in_order
+    assert again.identify() == first.identify()
+    assert again.cache_key() == first.cache_key()
+
+
+def test_tokenizing_reads_the_files_of_the_hub_in_place_unless_they_are_downloaded(hub: Hub, tmp_path: Path) -> None:
+    revision = hub.add("org/tokenized", fineweb())
+    source, context = (
+        SourceConfig(name="org/tokenized", subset="sample", revision=revision),
+        SourceContext("data", TOKENIZER),
+    )
+    local = SourceConfig(name=local_copy(tmp_path / "data", fineweb()))
+    expected = [text for number in range(FILES) for text in DOCUMENTS[number::FILES]]
+    for config, kind in ((source, HubFile), (replace(source, download=True), LocalFile), (local, LocalFile)):
+        text = HubDataset.open_text(config, context)
+        assert {type(file) for file in text._files} == {kind}  # type: ignore[attr-defined]
+        assert documents_of(text) == expected
 
 
 def losses(folder: Path) -> list[float]:
@@ -308,12 +332,12 @@ def losses(folder: Path) -> list[float]:
 def test_one_rank_lists_files_and_a_resumed_run_keeps_its_revision(hub: Hub, tmp_path: Path) -> None:
     documents = [f"{text} {n}" for n in range(4) for text in DOCUMENTS]
     revision = hub.add("allenai/c4", c4(documents))
-    make_loader(DataConfig(name="allenai/c4", subset="en", streams=4, prefetch=0, revision=revision))
+    make_loader(DataConfig(name="allenai/c4", subset="en", prefetch=0, revision=revision))
     listings = [request.path for request in hub.requests if "/tree/" in request.path or "paths-info" in request.path]
     hub.requests.clear()
-    local = ["--data.name", local_copy(tmp_path / "data", c4(documents)), "--data.streams", "4"]
+    local = ["--data.name", local_copy(tmp_path / "data", c4(documents)), "--remote_data.streams", "4"]
     finish(tmp_path / "local", *local, "--training.steps", "8", ranks=1)
-    options = ["--data.name", "allenai/c4", "--data.subset", "en", "--data.streams", "4", "--training.steps"]
+    options = ["--data.name", "allenai/c4", "--data.subset", "en", "--remote_data.streams", "4", "--training.steps"]
     finish(tmp_path / "hub", *options, "4", ranks=4)
     assert [r.path for r in hub.requests if "/tree/" in r.path or "paths-info" in r.path] == listings
     assert f'revision = "{revision}"' in (tmp_path / "hub/checkpoint/step-4/config.toml").read_text()
@@ -322,8 +346,19 @@ def test_one_rank_lists_files_and_a_resumed_run_keeps_its_revision(hub: Hub, tmp
     assert losses(tmp_path / "hub") == pytest.approx(losses(tmp_path / "local"), rel=1e-4)
 
 
+def test_run_on_a_downloaded_dataset_is_that_on_its_files(hub: Hub, tmp_path: Path) -> None:
+    """On any ranks, which tokenize it together; rank 0 alone queries the hub."""
+    hub.add("org/in-a-run", fineweb())
+    options = ["--data.download", "--training.steps", "4", "--data.name"]
+    finish(tmp_path / "local", *options, local_copy(tmp_path / "data", fineweb()), ranks=1)
+    finish(tmp_path / "hub", *options, "org/in-a-run", "--data.subset", "sample", ranks=2)
+    files = [request.path for request in hub.requests if request.path.startswith("/files/") and not request.range]
+    assert len(files) == len(set(files)) == FILES
+    assert losses(tmp_path / "hub") == pytest.approx(losses(tmp_path / "local"), rel=1e-4)
+
+
 def use_short_retry_delays() -> Any:
-    text_sources.PAUSES_SECONDS = (0.1, 0.1)
+    client.PAUSES_SECONDS = (0.1, 0.1)
 
 
 def test_run_without_network_exits_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:
@@ -345,62 +380,45 @@ def test_another_revision_has_another_identity(hub: Hub, download: bool) -> None
     assert a == repeated != b
 
 
-def download_documents(source: SourceConfig) -> list[str | None]:
-    opened = open_downloaded(source)
-    return list(opened.read_all(range(opened.parts)))
-
-
-@pytest.mark.parametrize("local", [False, True])
-def test_damaged_file_of_a_downloaded_dataset_is_rejected(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool
-) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    source = SourceConfig(name="org/damaged", subset="sample", revision=hub.add("org/damaged", fineweb()))
-    if local:
-        source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
-    expected = download_documents(source)
-    (file,) = (tmp_path / "cache").rglob("*.arrow")
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b"document 41 ", b"document 14 "))
-    with pytest.raises(DataError, match=rf"{file}, into which it was converted, is damaged: .*; remove the folder"):
-        download_documents(source)
-    unverified = open_downloaded(source, len(content) - 1)
-    assert list(unverified.read_all(range(unverified.parts))) != expected
-    file.write_bytes(content + b"more")
-    with pytest.raises(DataError, match="is damaged: its size or hash"):
-        open_downloaded(source, verify_bytes=0)
-    file.write_bytes(content[: len(content) // 2])
-    with pytest.raises(DataError, match=rf"If {file.parent}, into which it was converted, is damaged, remove it"):
-        open_downloaded(source, verify_bytes=0)
-    shutil.rmtree(file.parent)
-    assert download_documents(source) == expected
-
-
-def test_rewritten_local_folder_of_the_same_size_and_time_is_detected(tmp_path: Path) -> None:
+def test_rewritten_local_folder_of_the_same_size_and_time_is_other_text(tmp_path: Path) -> None:
     source = SourceConfig(name=local_copy(tmp_path / "data", {"train.jsonl": lines_of(DOCUMENTS)}))
     (file,) = Path(source.name).rglob("*.jsonl")
     before = file.stat()
-    old = open_downloaded(source)
-    identity = old.identity()
-    changed = [text.replace("document 20 ", "document 02 ") for text in DOCUMENTS]
-    file.write_bytes(lines_of(changed))
+    olds = [open_downloaded(source, verify_bytes) for verify_bytes in (0, math.inf)]
+    keys = [old.cache_key() for old in olds]
+    file.write_bytes(lines_of([text.replace("document 20 ", "document 02 ") for text in DOCUMENTS]))
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert file.stat().st_size == before.st_size
-    assert download_documents(source) == changed
-    assert old.identity() == identity  # the identity of what was opened
-    assert open_downloaded(source).identity() != identity
+    assert [old.cache_key() for old in olds] == keys  # those of what was opened
+    assert not {open_downloaded(source, verify_bytes).cache_key() for verify_bytes in (0, math.inf)} & set(keys)
 
 
-def test_binary_column_of_a_downloaded_dataset_is_read_as_utf8(tmp_path: Path) -> None:
+def test_binary_column_is_read_as_utf8(tmp_path: Path) -> None:
     for name, values, error in (("good", [b"caf\xc3\xa9", None], ""), ("bad", [b"caf\xe9"], "is not UTF-8 at byte 3")):
         content = io.BytesIO()
         pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(values, pyarrow.binary())}), content)
         source = SourceConfig(name=local_copy(tmp_path / name, {"train.parquet": content.getvalue()}))
         if error:
             with pytest.raises(DataError, match=error):
-                download_documents(source)
+                open_downloaded(source)
         else:
-            assert download_documents(source) == ["caf\xe9", None]
+            assert documents_of(open_downloaded(source)) == ["caf\xe9", None]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train.jsonl": b""}, "has no documents"),
+        ({"train.csv": b"text,n\n"}, "has no documents"),
+        ({"train.xml": b"<a/>"}, "train.xml cannot be read, only .jsonl, "),
+    ],
+)
+@pytest.mark.parametrize("download", [False, True])
+def test_dataset_without_text_is_rejected(
+    files: dict[str, bytes], message: str, download: bool, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        make_loader(DataConfig(name=local_copy(tmp_path / "data", files), download=download))
 
 
 def test_config_with_open_data_and_tokenizer_is_accepted(hub: Hub, tmp_path: Path) -> None:

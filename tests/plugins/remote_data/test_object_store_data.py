@@ -10,16 +10,17 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_tokens
 
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.datasets import text_input, tokenize_text
+from torchtrain.datasets.build import open_source
 from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.plugins.object_storage.object_store import open_file_system, with_store_retries
-from torchtrain.plugins.prepared_data import input_splits
-from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
+from torchtrain.plugins.remote_data.sources import RemoteFiles
 
 pytest.importorskip("s3fs")
 pytest.importorskip("moto")
@@ -39,8 +40,8 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path) -> Path:
-    return Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)))
+def tokens(tmp_path: Path) -> Path:
+    return Path(write_tokens(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)))
 
 
 def upload(s3: S3Server, folder: Path, prefix: str) -> str:
@@ -50,9 +51,9 @@ def upload(s3: S3Server, folder: Path, prefix: str) -> str:
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_tokenized_data_give_the_same_batches_from_s3(s3: S3Server, prepared: Path, prefetch: int) -> None:
-    url = upload(s3, prepared, "tokens")
-    local = make_loader(DataConfig(path=str(prepared)))
+def test_tokenized_data_give_the_same_batches_from_s3(s3: S3Server, tokens: Path, prefetch: int) -> None:
+    url = upload(s3, tokens, "tokens")
+    local = make_loader(DataConfig(path=str(tokens)))
     remote = make_loader(DataConfig(path=url, prefetch=prefetch))
     assert remote.identity == local.identity
     expected = take(local, 12)  # several epochs
@@ -66,9 +67,9 @@ def test_tokenized_data_give_the_same_batches_from_s3(s3: S3Server, prepared: Pa
 
 
 def test_tokenized_data_are_read_by_exact_ranges_and_ahead(
-    s3: S3Server, prepared: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = upload(s3, prepared, "ranges")
+    url = upload(s3, tokens, "ranges")
     file_system, _ = open_file_system(url, "data.path")
     read: list[int] = []
     cat_file = file_system.cat_file
@@ -83,7 +84,7 @@ def test_tokenized_data_are_read_by_exact_ranges_and_ahead(
         read.clear()
         for _ in range(batches):
             loader._read()
-        for future in loader.streams[0][0]._source.folder._pending.values():  # type: ignore[attr-defined]
+        for future in loader.streams[0]._source.folder._pending.values():  # type: ignore[attr-defined]
             future.result()
         return sum(read)
 
@@ -93,14 +94,14 @@ def test_tokenized_data_are_read_by_exact_ranges_and_ahead(
     assert read_batches(prefetch=3, batches=1) == used  # three batches are read ahead
 
 
-def test_errors_of_urls_name_the_way_out(s3: S3Server, prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_urls_name_the_way_out(s3: S3Server, tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"data.path = 'nowhere://x' has the unknown scheme 'nowhere'"):
         make_loader(DataConfig(path="nowhere://x"))
     with pytest.raises(ConfigError, match=r"data.path is a URL with a password in it"):
         make_loader(DataConfig(path="s3://key:secret@bucket/x"))
     with pytest.raises(DataError, match=r"data.path = 's3://no-such-bucket/x' (does not exist|has no manifest)"):
         make_loader(DataConfig(path="s3://no-such-bucket/x"))
-    url = upload(s3, prepared, "gone")
+    url = upload(s3, tokens, "gone")
     loader = make_loader(DataConfig(path=url, prefetch=0))
     client = s3.client()
     shrunk = next(key for key in s3.objects("bucket", "gone/") if key.endswith(".tokens"))
@@ -226,9 +227,9 @@ def test_identity_of_a_url_is_its_listing(s3: S3Server) -> None:
     [
         ((), "does not exist: there is no such bucket, folder or file"),
         (("a.bin",), "is a folder without data files"),
-        (("a.jsonl", "b.parquet"), r"mixes files of several kinds \(.jsonl, .parquet\)"),
-        (("inner/manifest.json",), "contains prepared data"),
-        (("unfinished.json",), "contains prepared data, or unfinished work"),
+        (("a.jsonl", "b.parquet"), r"mixes files of several formats \(.jsonl, .parquet\)"),
+        (("inner/manifest.json",), "contains a folder of tokens"),
+        (("unfinished.json",), "contains a folder of tokens, or of unfinished work"),
     ],
 )
 def test_urls_without_text_raise_a_data_error(s3: S3Server, names: tuple[str, ...], message: str) -> None:
@@ -250,19 +251,21 @@ def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> No
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_prepare_from_s3_to_s3_writes_the_same_bytes(
+def test_tokenizing_from_s3_to_s3_writes_the_same_bytes(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(input_splits, "MIN_SHARD_BYTES", 1000)
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 1000)
     folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=3, kind=kind))
-    prepare(SourceConfig(path=str(folder)), "data", "", tmp_path / "local", processes=1)
+    write_tokens(tmp_path / "local", str(folder))
     expected = {file.name: file.read_bytes() for file in (tmp_path / "local").glob("shard-*")}
     assert len(expected) > 4
     source = SourceConfig(path=upload(s3, folder, f"input-{kind}"))
     output = f"s3://bucket/output-{kind}"
 
-    def share(rank: int, world_size: int) -> bool:
-        return prepare(source, "data", "", output, processes=1, rank=rank, world_size=world_size) is not None
+    def share(rank: int, world_size: int, location: str = output) -> bool:
+        text = RemoteFiles.open_text(source, SourceContext("data", TOKENIZER))
+        to_folder = open_folder(location, "prepare.output")
+        return tokenize_text.tokenize(text, TOKENIZER, to_folder, 1, rank=rank, world_size=world_size) is not None
 
     assert not share(1, 2)
     written = s3.objects("bucket", f"output-{kind}/")
@@ -270,16 +273,17 @@ def test_prepare_from_s3_to_s3_writes_the_same_bytes(
     s3.upload("bucket", f"output-{kind}/{lost}", b"")  # is written again, because of its size
     assert [share(0, 2), share(1, 2), share(0, 2)] == [False, True, True]
     objects = s3.objects("bucket", f"output-{kind}/")
-    manifest = json.loads(objects.pop("manifest.json"))
+    manifest, files = json.loads(objects.pop("manifest.json")), json.loads(objects.pop("files.json"))
     assert objects == expected
     assert manifest["shards"] == json.loads((tmp_path / "local/manifest.json").read_bytes())["shards"]
+    assert files == [f"{source.path}/train-{number}.{kind}" for number in range(3)]
     local, remote = make_loader(DataConfig(path=str(tmp_path / "local"))), make_loader(DataConfig(path=output))
     assert torch.equal(take(local, 3), take(remote, 3))
     remote.close()
     with pytest.raises(DataError, match="begun with other data"):
-        prepare(SourceConfig(path=str(folder)), "data", "", output, processes=1)
+        tokenize_text.tokenize(open_text_files([str(folder)]), TOKENIZER, open_folder(output), 1)
     with pytest.raises(ConfigError, match=r"prepare.output = 's3://missing/out' cannot be written: there is no such"):
-        prepare(SourceConfig(path=str(folder)), "data", "", "s3://missing/out", processes=1)
+        share(0, 1, "s3://missing/out")
 
 
 def test_full_temporary_disk_is_not_reported_as_a_full_bucket(s3: S3Server) -> None:  # noqa: ARG001

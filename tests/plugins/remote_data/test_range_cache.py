@@ -14,19 +14,18 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_tokens
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain import trainer
 from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, ValidationConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.plugins.object_storage.object_store import open_file_system
-from torchtrain.plugins.prepared_data import remote_folder
-from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.remote_data import range_cache
+from torchtrain.plugins.remote_data import range_cache, remote_folder
 from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.remote_data.range_cache import RangeCache
-from torchtrain.plugins.remote_data.remote_files import find_remote_files
+from torchtrain.plugins.remote_data.remote_files import RemoteFile, find_remote_files
+from torchtrain.plugins.remote_data.remote_folder import RemoteFolder
 from torchtrain.trainer import build_loaders
 
 ENTRY_BYTES = 4096  # on disk, of the entries of these tests
@@ -50,7 +49,7 @@ def test_data_are_read_from_the_store_once(
     kind: str, memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "tokens":
-        path = write_prepared(tmp_path / "data", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
+        path = write_tokens(tmp_path / "data", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS))
     else:
         path = write_hub_folder(tmp_path / "data", DOCUMENTS, files=2, kind=kind)
     config = DataConfig(path=upload(memory, Path(path)), prefetch=0)
@@ -64,7 +63,9 @@ def test_data_are_read_from_the_store_once(
         return content
 
     def batches() -> torch.Tensor:
-        return take(make_loader(config, plugins={"remote_data": RemoteDataConfig(str(tmp_path / "cache"))}), 12)
+        return take(
+            make_loader(config, plugins={"remote_data": RemoteDataConfig(cache_folder=str(tmp_path / "cache"))}), 12
+        )
 
     monkeypatch.setattr(memory, "cat_file", count)
     monkeypatch.setattr(remote_folder, "_CONNECTIONS", 1)  # concurrent requests of neighbouring windows may overlap
@@ -87,12 +88,12 @@ def test_object_that_is_overwritten_and_restored_is_not_cached(
 ) -> None:
     cache = RangeCache(tmp_path, 1 << 30)
     memory.pipe_file("/data/a.txt", b"right")
-    folder = open_folder("memory://data", cache=cache)
+    folder = RemoteFolder("memory://data", cache=cache)
     assert folder.sizes() == {"a.txt": 5}
     [file] = find_remote_files(["memory://data/a.txt"], "data.path", "data.path")
 
     def read() -> bytes:
-        return file.open(cache).read() if kind == "text" else folder.read_ranges([("a.txt", 0, 5)])[0]
+        return RemoteFile(file, cache).open().read() if kind == "text" else folder.read_ranges([("a.txt", 0, 5)])[0]
 
     right = memory.store["/data/a.txt"]
     memory.pipe_file("/data/a.txt", b"wrong")
@@ -108,7 +109,7 @@ def test_training_and_validation_share_the_cache_of_the_config(
 ) -> None:
     url = upload(memory, Path(write_hub_folder(tmp_path / "data", DOCUMENTS, files=1)))
     config = JobConfig(
-        plugins={"remote_data": RemoteDataConfig(str(tmp_path / "cache"))},
+        plugins={"remote_data": RemoteDataConfig(cache_folder=str(tmp_path / "cache"))},
         data=DataConfig(path=url, prefetch=0),
         validation=ValidationConfig(enable=True, path=url),
         training=TrainingConfig(global_batch_size=8, seq_len=32),

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest.mock import Mock
 
 import fsspec
 import numpy as np
@@ -18,26 +17,47 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, opened_text, take, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
-from torchtrain.datasets.data_identity import FileTable, Identity
+from torchtrain.datasets import tokenize_text
+from torchtrain.datasets.data_source import SkippedText, SourceContext
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.file_formats import NotUTF8Error
+from torchtrain.datasets.text_input import LocalFile
+from torchtrain.datasets.token_folder import LocalFolder, TokenManifest, open_folder, verify
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import local_path, scheme_of
 from torchtrain.plugins.object_storage.object_store import open_file_system
 from torchtrain.plugins.object_storage.storage import ObjectStorage
-from torchtrain.plugins.prepared_data import remote_folder, tokenize_dataset
-from torchtrain.plugins.prepared_data.data_folder import LocalFolder
-from torchtrain.plugins.prepared_data.open_folder import open_folder
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest, verify
-from torchtrain.plugins.remote_data import streamed_text
-from torchtrain.plugins.remote_data.remote_files import RangeFile, RemoteFile, find_remote_files, identify_remote
-from torchtrain.plugins.remote_data.streamed_text import StreamedFile
+from torchtrain.plugins.remote_data import file_parts, remote_folder
+from torchtrain.plugins.remote_data.remote_files import (
+    ListedFile,
+    RemoteFile,
+    find_remote_files,
+    identify_listing,
+    open_ranges,
+)
+from torchtrain.plugins.remote_data.sources import RemoteFiles
+from torchtrain.plugins.remote_data.streamed_text import StreamedText
+
+
+def opened_text(source: SourceConfig, readers: int = 1) -> StreamedText:
+    context = SourceContext("data", TOKENIZER, global_batch_size=readers)
+    opened = RemoteFiles.open(source, context, RemoteFiles.query_on_rank0(source, context))
+    assert isinstance(opened, StreamedText)
+    return opened
+
+
+def tokenize(source: SourceConfig, location: Path | str, rank: int = 0, world_size: int = 1) -> TokenManifest | None:
+    """As torchtrain.prepare does in one of its processes."""
+    text = RemoteFiles.open_text(source, SourceContext("data", TOKENIZER))
+    if isinstance(location, Path):
+        location.mkdir(exist_ok=True)
+    return tokenize_text.tokenize(text, TOKENIZER, open_folder(location), 1, rank=rank, world_size=world_size)
 
 
 @pytest.fixture
@@ -49,33 +69,33 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MemoryFileSystem]:
 
 
 @pytest.fixture
-def prepared(tmp_path: Path, memory: MemoryFileSystem) -> str:
-    """A folder of tokenized data, by URL."""
-    folder = Path(write_prepared(tmp_path / "prepared", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 100)))
+def tokens(tmp_path: Path, memory: MemoryFileSystem) -> str:
+    """A folder of tokens, by URL."""
+    folder = Path(write_tokens(tmp_path / "tokens", write_jsonl(tmp_path / "a.jsonl", DOCUMENTS * 100)))
     for file in folder.iterdir():
-        memory.pipe_file(f"/prepared/{file.name}", file.read_bytes())
-    return "memory://prepared"
+        memory.pipe_file(f"/tokens/{file.name}", file.read_bytes())
+    return "memory://tokens"
 
 
 def test_verify_names_a_damaged_short_or_missing_object(
-    prepared: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+    tokens: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote_folder, "BLOCK_BYTES", 1000)
     monkeypatch.setattr(memory, "ls", lambda *_, **__: pytest.fail("one listing for each file"))
-    folder, name = open_folder(prepared), "shard-00000.tokens"
-    verify(folder, prepared)
-    whole = memory.cat_file(f"/prepared/{name}")
+    folder, name = open_folder(tokens), "shard-00000.tokens"
+    verify(folder, tokens)
+    whole = memory.cat_file(f"/tokens/{name}")
     for content in (bytes([whole[0] ^ 1]) + whole[1:], whole[:-2], whole + b"\0\0"):
-        memory.pipe_file(f"/prepared/{name}", content)
+        memory.pipe_file(f"/tokens/{name}", content)
         with pytest.raises(DataError, match=rf"{name} is damaged or missing"):
-            verify(folder, prepared)
-    memory.rm_file(f"/prepared/{name}")
+            verify(folder, tokens)
+    memory.rm_file(f"/tokens/{name}")
     with pytest.raises(DataError, match=rf"{name} is damaged or missing"):
-        verify(folder, prepared)
+        verify(folder, tokens)
 
 
 def test_truncated_answer_is_requested_again_while_an_object_is_verified(
-    prepared: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+    tokens: str, memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cat_file, cut, pauses = memory.cat_file, [True], list[float]()
 
@@ -85,25 +105,25 @@ def test_truncated_answer_is_requested_again_while_an_object_is_verified(
 
     monkeypatch.setattr(memory, "cat_file", cat_less)
     monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", pauses.append)
-    verify(open_folder(prepared), prepared)
+    verify(open_folder(tokens), tokens)
     assert len(pauses) == 1
 
 
-def test_object_that_shrinks_during_a_run_is_a_data_error(prepared: str, memory: MemoryFileSystem) -> None:
-    loader = make_loader(DataConfig(path=prepared, prefetch=0))
-    for name in memory.ls("/prepared", detail=False):
+def test_object_that_shrinks_during_a_run_is_a_data_error(tokens: str, memory: MemoryFileSystem) -> None:
+    loader = make_loader(DataConfig(path=tokens, prefetch=0))
+    for name in memory.ls("/tokens", detail=False):
         if name.endswith(".tokens"):
             memory.pipe_file(name, b"")
     with pytest.raises(DataError, match=r"shard-\d+.tokens has 0 bytes, and was longer when the run began"):
         next(loader)
 
 
-def test_object_that_changes_while_it_is_prepared_is_a_data_error(
+def test_object_that_changes_while_it_is_tokenized_is_a_data_error(
     memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = Path(write_jsonl(tmp_path / "a.jsonl", DOCUMENTS)).read_bytes()
     memory.pipe_file("/texts/a.jsonl", content)
-    run = tokenize_dataset._run
+    run = tokenize_text._run
 
     def change_after(*arguments: Any) -> None:
         run(*arguments)
@@ -111,50 +131,40 @@ def test_object_that_changes_while_it_is_prepared_is_a_data_error(
 
     source = SourceConfig(path="memory://texts")
     with monkeypatch.context() as patch:
-        patch.setattr(tokenize_dataset, "_run", change_after)
-        with pytest.raises(DataError, match=r"data.path = 'memory://texts' changed while it was prepared"):
-            tokenize_dataset.prepare(source, "data", "", tmp_path / "out", processes=1)
+        patch.setattr(tokenize_text, "_run", change_after)
+        with pytest.raises(DataError, match=r"data.path = 'memory://texts' changed while it was tokenized"):
+            tokenize(source, tmp_path / "out")
     with pytest.raises(DataError, match="content of its files has changed since"):
-        tokenize_dataset.prepare(source, "data", "", tmp_path / "out", processes=1)
-    assert tokenize_dataset.prepare(source, "data", "", tmp_path / "new", processes=1) is not None
+        tokenize(source, tmp_path / "out")
+    assert tokenize(source, tmp_path / "new") is not None
 
 
 @pytest.mark.parametrize("kind", ["tokens", "documents"])
-def test_shard_that_the_store_has_kept_short_is_not_complete(
-    prepared: str, memory: MemoryFileSystem, kind: str
-) -> None:
-    """For prepare, which then writes it again, and for a run."""
-    folder = open_folder(prepared)
-    manifest = PreparedManifest.read(folder, prepared)
-    shard = manifest.shards[-1]
-    assert len(manifest.shards) > 1
-    for own in manifest.shards:
-        tokenize_dataset._write_record(folder, tokenize_dataset._Record(own, flushed=True, input_hash=""))
-    memory.rm_file(f"/prepared/{MANIFEST}")
-    names = [own.name for own in manifest.shards]
-    plan, name = replace(manifest, shards=()), f"/prepared/{shard.name}.{kind}"
+def test_shard_that_the_store_has_kept_short_is_written_again(memory: MemoryFileSystem, kind: str) -> None:
+    """And a run does not read it."""
+    lines = "".join(json.dumps({"text": f"document {n} " + "words " * 12}) + "\n" for n in range(16_000))
+    memory.pipe_file("/texts/a.jsonl", lines.encode())
+    source = SourceConfig(path="memory://texts")
+    assert tokenize(source, "memory://out", 1, 2) is None
+    name = next(name for name in memory.ls("/out", detail=False) if name.endswith(f".{kind}"))
     whole = memory.cat_file(name)
 
-    def tokens_of_shard() -> int | None:
-        sizes, documents = folder.sizes(), Mock()
-        return tokenize_dataset._is_complete(documents, folder, sizes, plan, False, shard.name, len(names) - 1)
+    def damage(content: bytes | None) -> None:
+        memory.rm_file(name) if content is None else memory.pipe_file(name, content)
 
-    assert tokens_of_shard() == shard.tokens
     for content in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"x", None):
-        memory.rm_file(name) if content is None else memory.pipe_file(name, content)
-        assert tokens_of_shard() is None
-        assert tokenize_dataset._finish(folder, plan, names, 1, flushed=True) is None
-    memory.pipe_file(name, whole)
-    assert tokenize_dataset._finish(folder, plan, names, 1, flushed=True) == manifest
-    for content, found in (
-        (whole[:-1], f"has {len(whole) - 1} bytes, not"),
-        (b"", "has 0 bytes, not"),
-        (None, "is missing"),
-    ):
-        memory.rm_file(name) if content is None else memory.pipe_file(name, content)
-        if kind == "tokens":
-            with pytest.raises(DataError, match=rf"{shard.name}.tokens {found}"):
-                make_loader(DataConfig(path=prepared, prefetch=0))
+        damage(content)
+        assert tokenize(source, "memory://out", 1, 2) is None
+        assert memory.cat_file(name) == whole
+    damage(b"")
+    assert tokenize(source, "memory://out", 0, 2) is None  # the last process does not write the manifest
+    assert tokenize(source, "memory://out", 1, 2) is not None
+    make_loader(DataConfig(path="memory://out", prefetch=0))
+    size, short = len(whole), whole[:-1]
+    for content, found in ((short, f"has {size - 1} bytes, not"), (b"", "has 0 bytes, not"), (None, "is missing")):
+        damage(content)
+        with pytest.raises(DataError, match=rf"{Path(name).name} {found}"):
+            make_loader(DataConfig(path="memory://out", prefetch=0))
 
 
 class HostedFileSystem(MemoryFileSystem):  # type: ignore[misc]
@@ -250,7 +260,7 @@ def test_streamed_files_that_are_not_utf8_are_skipped_and_counted(tmp_path: Path
     source = opened_text(SourceConfig(path=texts.as_uri(), skip_not_utf8=True))
     found = [[text for _, text in source.read(part, 0)] for part in (*range(3), *range(3))]
     assert found == [[], ["one", "two"], ["one", "two"]] * 2
-    assert source.not_utf8 == {0, 2}  # type: ignore[attr-defined]
+    assert source.not_utf8 == {f"{texts.as_uri()}/{number}.jsonl" for number in (0, 2)}
     for name in ("1.jsonl", "2.jsonl"):
         shutil.copy(texts / "0.jsonl", texts / name)
     with pytest.raises(NotUTF8Error):
@@ -261,10 +271,10 @@ def test_identity_of_objects_depends_neither_on_their_bucket_nor_on_their_names(
     def identity(folder: str, tags: str = "xy", names: str = "ab") -> str:
         url = f"s3://{folder}"
         files = [
-            RemoteFile(f"{url}/{name}.jsonl", 5, tag, f"{folder}/{name}.jsonl", url)
+            ListedFile(f"{url}/{name}.jsonl", 5, tag, f"{folder}/{name}.jsonl", url)
             for name, tag in zip(names, tags, strict=True)
         ]
-        return identify_remote(files, 0).text
+        return identify_listing(files, 0).text
 
     assert identity("one/texts") == identity("other")
     assert identity("one") == identity("one", names="ac")  # a renamed file
@@ -283,7 +293,7 @@ def documents_in_order(loader: DataLoader, steps: int) -> list[int]:
 
 
 def write_texts(path: Path, texts: list[str]) -> None:
-    """Write a file of a format that is read in shares (Parquet in one row group), or that is not (compressed)."""
+    """Write a file of a format that is read in ranges (Parquet has one row group), or that is not (compressed)."""
     if path.suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
         return
@@ -299,7 +309,7 @@ def test_streamed_documents_are_shuffled_anew_in_each_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, kind: str
 ) -> None:
     """With fewer files than readers, and exactly again after a resume within a block, on any number of ranks."""
-    monkeypatch.setattr(streamed_text, "SHARE_BYTES", 4000)  # one file has more parts than there are readers
+    monkeypatch.setattr(file_parts, "PART_BYTES", 4000)  # one file has more parts than there are readers
     texts = [f"doc{number:04d} {'word ' * 8}" for number in range(800)]
     for number in range(files):
         write_texts(tmp_path / f"part{number}.{kind}", texts[number::files])
@@ -331,7 +341,7 @@ def test_large_file_is_divided_among_its_readers(tmp_path: Path, monkeypatch: py
     # A request is not smaller than a document of a large text.
     monkeypatch.setattr("torchtrain.plugins.remote_data.remote_files.RANGE_BYTES", 1 << 16)
     monkeypatch.setattr("torchtrain.datasets.file_formats._BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(streamed_text, "SHARE_BYTES", 1 << 21)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 1 << 21)
     texts = [f"doc{number:06d} {hashlib.sha512(bytes(number)).hexdigest() * 2}\n" for number in range(24_000)]
     path = tmp_path / f"corpus.{kind}"
     if kind == "parquet":
@@ -358,17 +368,8 @@ def test_large_file_is_divided_among_its_readers(tmp_path: Path, monkeypatch: py
     assert sum(fetched) < 1.5 * size
 
 
-@pytest.mark.parametrize(("sizes", "readers"), [([9], 8), ([14], 8), ([1, 5, 3], 4), ([1, 1, 1], 8)])
-def test_parts_are_a_multiple_of_the_readers(sizes: list[int], readers: int) -> None:
-    """Otherwise some readers begin the next epoch early, or, with when_exhausted = "stop", all end early."""
-    files = [StreamedFile(size * streamed_text.SHARE_BYTES, True, lambda *_: iter(())) for size in sizes]
-    source = streamed_text.StreamedText(files, readers, "it", lambda: Identity("", FileTable.of([], 0)))
-    assert source.parts % readers == 0
-    assert source.parts < sum(max(size, -(-readers // len(sizes))) for size in sizes) + readers
-
-
 def test_closed_file_keeps_no_block_in_memory() -> None:
-    file = RangeFile("s3://bucket/a.jsonl", 100, lambda start, end: bytes(end - start))
+    file: Any = open_ranges("s3://bucket/a.jsonl", 100, lambda start, end: bytes(end - start))
     assert file.read(10) == bytes(10)
     cache = file.cache
     assert cache._fetch_block_cached.cache_info().currsize == 1
@@ -376,15 +377,63 @@ def test_closed_file_keeps_no_block_in_memory() -> None:
     assert cache._fetch_block_cached.cache_info().currsize == 0
 
 
-def test_prepare_that_continues_with_another_division_begins_again(memory: MemoryFileSystem, tmp_path: Path) -> None:
+def test_tokenizing_that_continues_with_another_division_begins_again(memory: MemoryFileSystem, tmp_path: Path) -> None:
     """Files are not split where those that are not UTF-8 are skipped; records of objects have no hash of the input."""
     lines = "".join(json.dumps({"text": f"document {n} " + "words " * 12}) + "\n" for n in range(16_000))
     memory.pipe_file("/texts/a.jsonl", lines.encode())
     source, folder = SourceConfig(path="memory://texts/a.jsonl"), tmp_path / "out"
-    assert tokenize_dataset.prepare(source, "data", "", folder, 1, rank=0, world_size=2) is None
+    assert tokenize(source, folder, 0, 2) is None
     changed = replace(source, skip_not_utf8=True)
     with pytest.raises(DataError, match=r"was begun with other options, which make \d+ shards of the data, not 1"):
-        tokenize_dataset.prepare(changed, "data", "", folder, 1, rank=1, world_size=2)
-    manifest = tokenize_dataset.prepare(changed, "data", "", folder, 1)
+        tokenize(changed, folder, 1, 2)
+    manifest = tokenize(changed, folder)
     assert manifest is not None
     assert sum(shard.documents for shard in manifest.shards) == 16_000
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.txt"])
+def test_text_by_url_is_tokenized_as_local_text(name: str, memory: MemoryFileSystem, tmp_path: Path) -> None:
+    """Into the same bytes, in the same shards; file:// is local text."""
+    path = tmp_path / name
+    texts = [f"{number:05} {'words ' * 20}" for number in range(15_000)]
+    if name == "a.txt":
+        path.write_text("\n".join(texts))
+    else:
+        write_texts(path, texts)
+    memory.pipe_file(f"/texts/{name}", path.read_bytes())
+    context = SourceContext("data", TOKENIZER)
+    found = []
+    for number, url in enumerate((path.as_uri(), f"memory://texts/{name}")):
+        text = RemoteFiles.open_text(SourceConfig(path=url), context)
+        assert [type(file) for file in text._files] == [RemoteFile if number else LocalFile]  # type: ignore[attr-defined]
+        documents = [text.read(shard, SkippedText()) for shard in range(len(text.shard_sizes))]
+        found.append([[document for *_, document in shard] for shard in documents])
+        assert tokenize(SourceConfig(path=url), tmp_path / str(number)) is not None
+    assert found[0] == found[1]
+    assert "".join(text or "" for shard in found[0] for text in shard) == ("\n" if name == "a.txt" else "").join(texts)
+    for file in (tmp_path / "0").glob("shard-*"):
+        assert file.read_bytes() == (tmp_path / "1" / file.name).read_bytes()
+
+
+def test_folder_of_tokens_is_not_tokenized_again(tokens: str) -> None:
+    with pytest.raises(DataError, match=r"data.path = 'memory://tokens' is tokenized already: train on it"):
+        RemoteFiles.open_text(SourceConfig(path=tokens), SourceContext("data", TOKENIZER))
+
+
+def test_formats_of_a_folder_are_those_of_the_data(memory: MemoryFileSystem) -> None:
+    """A list of patterns may have several; .md files are left out beside others."""
+    line = json.dumps({"text": "text"}).encode()
+    for name, content in (("a.jsonl", line), ("b/c.jsonl.gz", gzip.compress(line)), ("README.md", b"about")):
+        memory.pipe_file(f"/mixed/{name}", content)
+
+    def names(*paths: str) -> list[str]:
+        return [file.path for file in find_remote_files(paths, "the data", "data.path")]
+
+    assert names("memory://mixed") == ["/mixed/a.jsonl", "/mixed/b/c.jsonl.gz"]
+    assert names("memory://mixed/*.md") == ["/mixed/README.md"]
+    memory.pipe_file("/mixed/b/d.csv", b"text\n1\n")
+    pattern = r'path = \["memory://mixed/\*\*/\*.csv\*", "memory://mixed/\*\*/\*.jsonl\*"\]'
+    with pytest.raises(DataError, match=rf"mixes files of several formats \(.csv, .jsonl\).* {pattern}"):
+        names("memory://mixed")
+    both = names("memory://mixed/**/*.csv*", "memory://mixed/**/*.jsonl*")
+    assert both == ["/mixed/b/d.csv", "/mixed/a.jsonl", "/mixed/b/c.jsonl.gz"]

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from crash_test_s3 import tensors
-from data_samples import DOCUMENTS, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, write_jsonl, write_tokens
 from forked_command import ROOT
 from forked_run import different_tensors, finish, read_metrics
 from forkserver import free_port
@@ -104,7 +104,7 @@ def test_two_at_once_with_muon_averages_and_validation(references: Any, started:
 @pytest.mark.parametrize("kind", ["prepared", "mixture with document masks"])
 def test_a_death_changes_no_bit_on_other_data(kind: str, references: Any, started: Any, tmp_path: Path) -> None:
     texts = write_jsonl(tmp_path / "texts.jsonl", DOCUMENTS)
-    prepared = write_prepared(tmp_path / "prepared", texts)
+    prepared = write_tokens(tmp_path / "prepared", texts)
     data = ["--data.path", prepared]
     if kind != "prepared":
         mixture = f'[[data.sources]]\npath = "{texts}"\n[[data.sources]]\npath = "{prepared}"\nweight = 2\n'

@@ -20,7 +20,7 @@ from unittest.mock import MagicMock, Mock, patch
 import pytest
 import torch
 from crash_test_s3 import tensors
-from data_samples import DOCUMENTS, write_jsonl, write_prepared
+from data_samples import DOCUMENTS, write_jsonl, write_tokens
 from forked_run import (
     CONFIG,
     TINY,
@@ -40,8 +40,8 @@ from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
 from torchtrain.config.run_plan import OtherPartError, plan_of
-from torchtrain.config.schema import JobConfig, flat, key_of, registries_of, to_dict
-from torchtrain.datasets.builtin_sources import open_source
+from torchtrain.config.schema import JobConfig, SourceConfig, flat, key_of, registries_of, to_dict
+from torchtrain.datasets.build import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError, DataError, FaultError, StoppedError
@@ -328,7 +328,10 @@ def test_number_of_a_stage_replaces_that_of_the_file_in_other_units(pair: tuple[
         ),
         ("steps = 4\ntraining.deterministic = true", "training.deterministic must not differ between stages: it must"),
         ("steps = 4\nema.enable = true", "ema.enable must not differ between stages: the averages begin with the run"),
-        ("steps = 4\ndata.streams = 8", "data.streams must not differ between stages: the position in streamed data"),
+        (
+            "steps = 4\nremote_data.streams = 8",
+            "remote_data.streams must not differ between stages: the position in streamed data",
+        ),
         ('steps = 4\njob.dump_folder = "x"', "job.dump_folder must not differ between stages: it is an option of the"),
         ("steps = 4\ncheckpoint.enable = false", "checkpoint.enable must not differ between stages: it is an option"),
         ("steps = 4\nfaults.max_bad_steps = 1", "faults.max_bad_steps must not differ between stages: it is an option"),
@@ -571,7 +574,7 @@ OPTIONS = {
 def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("sources")
     a = write_jsonl(folder / "a.jsonl", DOCUMENTS)
-    b = write_prepared(folder / "b", write_jsonl(folder / "b.jsonl", [text[::-1] for text in DOCUMENTS]))
+    b = write_tokens(folder / "b", write_jsonl(folder / "b.jsonl", [text[::-1] for text in DOCUMENTS]))
     return {"a": a, "b": b, "c": write_jsonl(folder / "c.jsonl", DOCUMENTS[:30])}
 
 
@@ -929,49 +932,104 @@ def test_later_stages_of_a_process_are_marked_in_its_metrics(tmp_path: Path, mon
     assert marks == [False, True, True]
 
 
-STREAMED = BASE.replace("global_batch_size = 4", 'global_batch_size = "96, 128 at 1M"\ntokens = "2M"')
-FEWER_STREAMS = r"is streamed in 64 streams with training.global_batch_size = 128, and in 48 in the stage before"
-
-
-@pytest.mark.parametrize(
-    "source",
-    ['name = "org/texts"', 'path = "s3://a/b.jsonl"', 'path = "s3://a/*.parquet"', 'path = ["s3://a/b", "s3://a/c"]'],
-)
-def test_streams_of_all_stages_are_the_same_number(source: str) -> None:
-    with pytest.raises(ConfigError, match=FEWER_STREAMS):
-        resolved(f"{STREAMED}\n[data]\n{source}\n")
-    resolved(f"{STREAMED}\n[data]\n{source}\nstreams = 32\n")
-
-
 def trainer_of(config: JobConfig) -> Any:
     """What ``open_data_of_later_stages`` uses of a trainer; its data are opened without a process group."""
     tokenizer = load_tokenizer("")
-    context = SourceContext(section="data", tokenizer=tokenizer, readers=1)
-    loader = SimpleNamespace(sources=[open_source(source, context) for source in config.data.all])
+
+    def opened(section: str, source: SourceConfig) -> Any:
+        context = SourceContext(section, tokenizer, config.training.global_batch_size, plugins=config.plugins)
+        return open_source(source, context)
+
+    training = [opened("data", source) for source in config.data.all]
+    validation = config.validation.all if config.validation.enable else ()
     return SimpleNamespace(
-        dataloader=loader, validation_loaders={}, tokenizer=tokenizer, gloo_group=None, saved=SavedRun(config)
+        dataloader=SimpleNamespace(sources=training),
+        validation_loaders={of.title: SimpleNamespace(sources=[opened("validation", of)]) for of in validation},
+        tokenizer=tokenizer,
+        gloo_group=None,
+        saved=SavedRun(config),
     )
 
 
-@pytest.mark.parametrize("is_prepared", [False, True])
-def test_streams_of_a_folder_by_url_are_checked_when_it_is_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_prepared: bool
-) -> None:
-    monkeypatch.setattr("torchtrain.plugins.stages.driver.on_rank0", lambda function, _: function())
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("on_rank0", "on_all_ranks"):
+        monkeypatch.setattr(f"torchtrain.plugins.stages.driver.{name}", lambda function, _: function())
+
+
+def open_data(text: str, ranks: int = 1) -> None:
+    stages = resolve_stages(from_text(text, "test.toml"), lambda own: (resolve_layout(own, MODEL, ranks)[0], MODEL))
+    open_data_of_later_stages(stages, trainer_of(stages[0]))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("kind", ["url", "hub", "tokens"])
+def test_data_are_streamed_in_the_same_number_of_streams_in_all_stages(tmp_path: Path, kind: str) -> None:
+    """A folder of tokens has no streams. Validation begins again in each stage, and may be in any number of them."""
     (tmp_path / "text").mkdir()
-    text = write_jsonl(tmp_path / "text" / "a.jsonl", DOCUMENTS)
-    folder = Path(write_prepared(tmp_path / "prepared", text)) if is_prepared else tmp_path / "text"
-    stages = resolved(f'{STREAMED}\n[data]\npath = "{folder.as_uri()}"\n')
-    trainer = trainer_of(stages[0])
-    if is_prepared:
-        open_data_of_later_stages(stages, trainer)
+    text = write_jsonl(tmp_path / "text" / "train.jsonl", DOCUMENTS)
+    url = (tmp_path / "text").as_uri()
+    if kind == "tokens":
+        source = f'path = "{Path(write_tokens(tmp_path / "tokens", text)).as_uri()}"'
+    else:
+        source = f'path = "{url}"' if kind == "url" else f'name = "{tmp_path}/text"'
+    batches = BASE.replace("global_batch_size = 4", 'global_batch_size = "96, 128 at 1M"\ntokens = "2M"')
+    config = f'{batches}\n[data]\n{source}\n[validation]\nenable = true\npath = "{url}"\n'
+    open_data(f"{config}[remote_data]\nstreams = 32\n")
+    if kind == "tokens":
+        open_data(config)
         return
-    with pytest.raises(ConfigError, match=FEWER_STREAMS):
-        open_data_of_later_stages(stages, trainer)
-    monkeypatch.setattr("torchtrain.plugins.stages.driver.world_size", lambda: 3)  # divides 48 streams, but not 64
-    three = [replace(own, parallelism=replace(own.parallelism, data_parallel_shard_degree=3)) for own in stages]
-    with pytest.raises(ConfigError, match=r"stage 'batch 128 from 1M': .* data-parallel ranks, 3, must divide"):
-        open_data_of_later_stages(three, trainer)
+    with pytest.raises(
+        DataError,
+        match=r"^stage 'batch 128 from 1M': data\..* is streamed in 64 streams with training.global_batch_size = 128, "
+        "and in 48 in an earlier part of the run",
+    ):
+        open_data(config)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("section", ["data", "validation"])
+def test_ranks_that_do_not_divide_the_streams_of_a_later_stage_are_an_error_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str
+) -> None:
+    text = write_jsonl(tmp_path / "train.jsonl", DOCUMENTS)
+    stages = f'''[[stages]]
+name = "local"
+steps = 2
+[[stages]]
+name = "streamed"
+steps = 2
+{section}.path = "{Path(text).as_uri()}"
+'''
+    config = BASE.replace("global_batch_size = 4", "global_batch_size = 12") + stages
+    config += f'[data]\npath = "{text}"\n[validation]\nenable = true\npath = "{text}"\n[remote_data]\nstreams = 6\n'
+    open_data(config)
+    monkeypatch.setattr("torchtrain.plugins.stages.driver.world_size", lambda: 4)
+    message = rf"^stage 'streamed': {section}.path = .* is streamed in 6 streams, .* data-parallel ranks must divide"
+    with pytest.raises(DataError, match=message):
+        open_data(config, ranks=4)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_later_stage_without_held_out_documents_is_an_error_at_the_start(tmp_path: Path, is_streamed: bool) -> None:
+    first = write_jsonl(tmp_path / "first.jsonl", DOCUMENTS)
+    later = Path(write_jsonl(tmp_path / "later.jsonl", DOCUMENTS[:1]))
+    url = later.as_uri() if is_streamed else later
+    tables = f'''[data]
+path = "{first}"
+held_out = 0.5
+[[stages]]
+name = "one"
+steps = 2
+[[stages]]
+name = "two"
+steps = 2
+data.path = "{url}"
+data.held_out = 1e-6
+'''
+    with pytest.raises(DataError, match=r"^stage 'two': data.held_out = 1e-06 holds out none of the .*documents"):
+        open_data(BASE + tables)
 
 
 @pytest.mark.parametrize("error", [None, FaultError("not finite")])

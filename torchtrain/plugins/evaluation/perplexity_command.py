@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -82,8 +83,8 @@ def main(argv: Sequence[str]) -> int:
 
 def perplexity(trained: "TrainedModel", options: PerplexityOptions) -> dict[str, Any]:
     """The loss of ``trained`` on the files of ``options``: the mean over tokens in nats, and what follows from it."""
-    from torchtrain.datasets.local_files import open_files
-    from torchtrain.datasets.packing import text_bytes
+    from torchtrain.datasets.data_source import text_bytes
+    from torchtrain.datasets.local_files import open_text_files
     from torchtrain.metrics.validation import perplexity_of
 
     longest = trained.model.config.max_seq_len
@@ -91,12 +92,12 @@ def perplexity(trained: "TrainedModel", options: PerplexityOptions) -> dict[str,
     require(seq_len <= longest, f"--seq_len = {seq_len} must be at most {longest}, the longest context of the model")
     tokenizer = trained.tokenizer
     begin = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None][:1]
-    texts = open_files(options.files, options.text_column, "the text")
+    text_files = open_text_files(options.files, options.text_column)
+    total_bytes = sum(Path(file).stat().st_size for file in text_files.files)
     counts = {"documents": 0, "tokens": 0, "bytes": 0}
 
     def windows() -> Iterator[list[int]]:
-        documents = (text for text in texts.read_all(range(texts.parts)) if text)
-        for text in progress(((text, text_bytes(text)) for text in documents), "scoring", texts.text_bytes):
+        for text in progress(((text, text_bytes(text)) for text in text_files.texts()), "scoring", total_bytes):
             ids = begin + tokenizer.encode(text)
             counts["documents"] += 1
             counts["tokens"] += max(0, len(ids) - 1)

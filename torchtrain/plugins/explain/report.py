@@ -161,7 +161,7 @@ def as_exclusions(explanation: Explanation, top: int | None) -> str:
     for document in explanation.listed(top):
         values = _values(document, explanation.tokenizer)
         keys = ("text_hash", "file", "position", "source", "text")
-        lines[document.place] = json.dumps({key: values[key] for key in keys if key in values})
+        lines[document.text_hash] = json.dumps({key: values[key] for key in keys if key in values})
     return "".join(f"{line}\n" for line in lines.values())
 
 

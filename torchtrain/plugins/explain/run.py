@@ -165,7 +165,7 @@ def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
 
 def skip(loader: DataLoader, steps: int) -> bool:
     """Let ``loader`` continue after ``steps`` more batches without reading them; False if its sources cannot."""
-    if not all(stream.can_skip for streams in loader.streams for stream in streams):
+    if not all(stream.can_skip for stream in loader.streams):
         return False
     rows, sources = loader.state_dict()["rows"], len(loader.streams)
     drawn = rows[:, 1 : 1 + sources]

@@ -1,55 +1,46 @@
 """Datasets of the Hugging Face hub, streamed or downloaded.
 
-Only rank 0 queries the hub for the list of files, or downloads them. Each rank then reads its own files; streamed files
-are read in ranges, at the revision that rank 0 found.
+Only rank 0 queries the hub for the list of files. Each rank then reads its own files, in ranges at the revision that
+rank 0 found, or opens those that rank 0 has downloaded.
 """
 
 import contextlib
-import errno
-import itertools
-import math
-import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import BinaryIO, TypeVar, cast
 
 import datasets
 import fsspec
 import huggingface_hub
-import pyarrow
 import xxhash
 from datasets.utils.file_utils import xgetsize
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff  # type: ignore[attr-defined]
+from huggingface_hub.utils import (  # type: ignore[attr-defined]
+    build_hf_headers,
+    disable_progress_bars,
+    hf_raise_for_status,
+    http_backoff,
+)
 
 from torchtrain.config.schema import SourceConfig
-from torchtrain.datasets import text_sources
-from torchtrain.datasets.conversion_cache import Record, copies_folder
 from torchtrain.datasets.data_identity import DataFile, FileTable, Identity
-from torchtrain.datasets.file_formats import (
-    SUFFIXES,
-    FoundText,
-    OnMalformed,
-    decode_value,
-    documents,
-    documents_of_share,
-    has_shares,
-    kind_of,
-    position_in_share,
-    require_text,
-)
-from torchtrain.datasets.local_files import identify, identity_and_key
-from torchtrain.datasets.text_sources import DatasetText
+from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.file_formats import SUFFIXES, kind_of
+from torchtrain.datasets.local_files import identity_and_key
+from torchtrain.datasets.text_input import PAUSES_SECONDS, InputFile, LocalFile, TextFiles
 from torchtrain.errors import DataError, StorageError, TorchtrainError
-from torchtrain.files import TRANSIENT_ERRNOS, hash_of, is_url, with_retries
+from torchtrain.files import TRANSIENT_ERRNOS, is_url
 from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.object_store import causes
-from torchtrain.plugins.remote_data.remote_files import HEAD_ROWS, RangeFile
-from torchtrain.plugins.remote_data.streamed_text import StreamedFile, StreamedText
+from torchtrain.plugins.remote_data.remote_files import open_ranges, require_text_in_head
+from torchtrain.plugins.remote_data.streamed_text import StreamedText
+from torchtrain.progress import progress
 
 T = TypeVar("T")
+HubFiles = Sequence[tuple[str, int]]
+"""URL, or path in a local folder, and size in bytes of each file of a dataset."""
 
 
 def find_revision(source: SourceConfig, label: str) -> str | None:
@@ -66,151 +57,91 @@ def find_revision(source: SourceConfig, label: str) -> str | None:
     return cast(str, with_network_retries(ask, label).sha)
 
 
-def download(source: SourceConfig, label: str, verify_bytes: float = math.inf) -> bytes:
-    """Download a dataset of the hub, unless it is in the cache.
-
-    Args:
-        verify_bytes: files of a local folder, and the converted copy, are hashed in full up to this size.
-
-    Returns:
-        The pickled dataset, which contains the paths of its files.
-
-    Raises:
-        The errors of ``find_revision``.
-    """
-    datasets.disable_progress_bars()
-
-    def attempt() -> bytes:
-        _fetch_card(source)
-        files, identity, cache = _local_files(source, label), label, None
-        if files:  # the library's own cache identifies local files only by their times
-            identified, key = identity_and_key(files, verify_bytes)
-            identity, cache = identified.text, str(copies_folder() / key)
-        try:
-            dataset = datasets.load_dataset(
-                source.name, source.subset or None, split=source.split, revision=source.revision, cache_dir=cache
-            )
-        except (pyarrow.ArrowInvalid, OSError) as error:
-            if isinstance(error, OSError) and (type(error) is not OSError or error.errno):
-                raise  # an error of the network or the file system; an error of Arrow has no errno
-            folder = _builder(source, cache).cache_dir
-            raise DataError(
-                f"{label} cannot be opened ({error}). If {folder}, into which it was converted, is damaged, remove it, "
-                "and start again"
-            ) from error
-        _record(_copies(dataset), identity, verify_bytes)
-        return pickle.dumps(dataset)
-
-    return with_network_retries(attempt, label)
-
-
-def open_downloaded(source: SourceConfig, label: str, pickled: bytes, verify_bytes: float = math.inf) -> DatasetText:
-    """Open the dataset that ``download`` returned on another rank; download it if this rank has another cache."""
-    column = source.text_column
-    try:
-        dataset = with_retries(lambda: pickle.loads(pickled), Path(datasets.config.HF_DATASETS_CACHE))
-    except FileNotFoundError:
-        dataset = pickle.loads(download(source, label, verify_bytes))
-    _require_intact(_copies(dataset), label, verify_bytes)
-    if len(dataset) == 0:
-        raise DataError(f"{label} has no documents")
-    try:
-        require_text(column, dataset.data.schema)
-    except DataError as error:
-        raise DataError(f"{label}: {error}") from None
-    revision = f"revision {dataset._fingerprint}"  # depends on the revision of the hub, and not on paths
-    records = [Record.read(copy) for copy in _copies(dataset)]
-
-    def identify_source(whole: bool = False) -> Identity:
-        files = _local_files(source, label)
-        if not files:
-            return Identity(revision)
-        if whole or not records or records[0] is None:
-            return identify(files, verify_bytes, whole=whole)
-        # Of the files at the time of their conversion.
-        return Identity(records[0].source, _table_of((str(file), file.stat().st_size) for file in files))
-
-    texts = dataset.select_columns([column]).rename_columns({column: "text"})
-    return DatasetText(texts.with_transform(_decode_rows), label, identify_source, texts.data.nbytes)
-
-
-def _copies(dataset: datasets.Dataset) -> list[Path]:
-    return [Path(file["filename"]) for file in dataset.cache_files]
-
-
-def _record(copies: Sequence[Path], source: str, verify_bytes: float) -> None:
-    """Write a record beside each copy that has none."""
-    hashed = sum(copy.stat().st_size for copy in copies) <= verify_bytes
-    for copy in copies:
-        if Record.read(copy) is None:
-            try:
-                Record(source, copy.stat().st_size, hash_of(copy) if hashed else "").write(copy)
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):  # the cache of another user
-                    raise
-
-
-def _require_intact(copies: Sequence[Path], label: str, verify_bytes: float) -> None:
-    """Raise DataError if a copy that the library ``datasets`` made does not match its record."""
-    records = {copy: record for copy in copies if (record := Record.read(copy))}
-    hashed = sum(record.bytes for record in records.values()) <= verify_bytes
-    for copy, record in records.items():
-        if not record.fits(copy, math.inf if hashed else 0):
-            raise DataError(
-                f"{copy}, into which {label} was converted, is damaged: its size or hash is not that of the record "
-                f"beside it; remove the folder {copy.parent}, and start again"
-            )
-
-
-def _decode_rows(rows: Mapping[str, Sequence[Any]]) -> dict[str, list[str | None]]:
-    return {"text": [decode_value(value, "a document") for value in rows["text"]]}
-
-
-def list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
-    """URL and size in bytes of each file of a dataset to stream; raises the errors of ``find_revision``."""
-    return with_network_retries(partial(_list_files, source, label), label)
+def list_files(source: SourceConfig, label: str) -> HubFiles:
+    """The files of the split of a dataset; raises the errors of ``find_revision``, and DataError if they have no text
+    in the column."""
+    files = with_network_retries(partial(_list_files, source, label), label)
+    inputs = [HubFile(*file) for file in files]
+    require_text_in_head(inputs, source.text_column, label, skip_not_utf8=source.skip_not_utf8)
+    return files
 
 
 def open_streamed(
-    source: SourceConfig,
-    readers: int,
-    label: str,
-    files: Sequence[tuple[str, int]],
-    verify_bytes: float = math.inf,
-    held_out: Sequence[str] = (),
+    source: SourceConfig, files: HubFiles, label: str, context: SourceContext, held_out: Sequence[str] = ()
 ) -> StreamedText:
-    """Open a dataset of the hub for streaming.
+    """Open a dataset for streaming.
 
     Args:
-        readers: number of readers.
+        source: its config.
         files: the result of ``list_files``.
-        verify_bytes: files of a local folder are hashed in full up to this total size.
+        label: for messages.
+        context: its tokenizer and number of readers; files of a local folder are hashed up to its ``verify_bytes``.
         held_out: see ``StreamedText``.
     """
-    streamed = [_streamed_file(url, size, source.text_column) for url, size in files]
-    names = "\0".join(url for url, _ in files)  # URLs contain the revision
-    of_names = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
-
-    def identify_source() -> Identity:
-        local = _local_files(source, label)
-        return identify(local, verify_bytes) if local else Identity(of_names, _table_of(files))
-
-    return StreamedText(streamed, readers, label, identify_source, held_out=held_out)
-
-
-def _table_of(files: Iterable[tuple[str, int]]) -> FileTable:
-    """The table of files with these names and sizes, whose content is not hashed."""
-    entries = [DataFile(name, size) for name, size in files]
-    return FileTable.of(entries, len(entries))
+    return StreamedText(
+        [HubFile(*file) for file in files],
+        source.text_column,
+        label,
+        context,
+        lambda: _identity_and_key(files, context.verify_bytes)[0],
+        skip_not_utf8=source.skip_not_utf8,
+        held_out=held_out,
+    )
 
 
-def _local_files(source: SourceConfig, label: str) -> list[Path]:
-    """The files of a dataset in a local folder; an empty list for a dataset of the hub."""
-    if not Path(source.name).exists():
-        return []
-    splits = with_network_retries(partial(_builder, source), label).config.data_files or {}
-    urls = [url for split, urls in splits.items() if str(split) in source.split for url in urls]  # or "train[:10%]"
-    return [Path(url) for url in urls if not is_url(url)]
+def open_text(source: SourceConfig, files: HubFiles, label: str, verify_bytes: float) -> TextFiles:
+    """Open a dataset to tokenize it: files of a local folder, downloaded ones, or those of the hub itself.
+
+    Args:
+        source: its config.
+        files: the result of ``list_files``.
+        label: for messages.
+        verify_bytes: files of a local folder are hashed in full up to this size.
+    """
+    identity, key = _identity_and_key(files, verify_bytes)
+    if _local_paths(files):
+        inputs: list[InputFile] = [LocalFile(path) for path in _local_paths(files)]
+    elif source.download:
+        inputs = [LocalFile(path) for path in download(files, label)]
+    else:
+        inputs = [HubFile(*file) for file in files]
+    return TextFiles(inputs, source.text_column, label, lambda: identity, key, skip_not_utf8=source.skip_not_utf8)
+
+
+def download(files: HubFiles, label: str) -> list[Path]:
+    """Download the files of a dataset of the hub that are not in the cache of ``huggingface_hub``.
+
+    Raises:
+        DataError: a file in the cache is damaged.
+        StorageError: the hub does not respond.
+    """
+    disable_progress_bars()
+    total, paths = sum(size for _, size in files), []
+    for url, size in progress(((file, file[1]) for file in files), f"downloading {label}", total):
+        repository, revision, path = _split_url(url)
+        request = partial(huggingface_hub.hf_hub_download, repository, path, repo_type="dataset", revision=revision)
+        downloaded = Path(with_network_retries(request, url))
+        found = downloaded.stat().st_size
+        if found != size:
+            raise DataError(
+                f"{downloaded.resolve()}, to which {url} was downloaded, is damaged: it has {found} bytes, not {size}; "
+                "remove it, and start again"
+            )
+        paths.append(downloaded)
+    return paths
+
+
+class HubFile(InputFile):
+    """A file of a dataset, which is read in ranges."""
+
+    def __init__(self, url: str, size: int) -> None:
+        super().__init__(url, size, url.rpartition("/")[2])
+
+    def open(self) -> BinaryIO:
+        def fetch(start: int, end: int) -> bytes:
+            return with_network_retries(partial(_fetch, self.location, self.size, start, end), self.location)
+
+        return open_ranges(self.location, self.size, fetch)
 
 
 def with_network_retries(request: Callable[[], T], label: str) -> T:
@@ -220,7 +151,7 @@ def with_network_retries(request: Callable[[], T], label: str) -> T:
         DataError: the error is not transient.
         StorageError: the last attempt failed with a transient error.
     """
-    for pause in (*text_sources.PAUSES_SECONDS, None):
+    for pause in (*PAUSES_SECONDS, None):
         try:
             return request()
         except TorchtrainError:
@@ -260,34 +191,16 @@ def _retry_after(error: BaseException) -> float:
     return 0.0
 
 
-def _list_files(source: SourceConfig, label: str) -> list[tuple[str, int]]:
+def _list_files(source: SourceConfig, label: str) -> HubFiles:
     _fetch_card(source)
-    data_files = _builder(source).config.data_files or {}
+    builder = datasets.load_dataset_builder(source.name, source.subset or None, revision=source.revision)
+    data_files = builder.config.data_files or {}
     if source.split not in data_files:
         raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
     urls = [str(url) for url in data_files[source.split]]
     if bad := [url for url in urls if not kind_of(url)[0]]:
-        raise DataError(f"{label}: {bad[0]} cannot be streamed, only {SUFFIXES}; set data.download = true")
-    files = [(url, xgetsize(url)) for url in urls]
-    try:
-        empty = not files or not _head(*files[0], source.text_column)
-    except DataError as error:
-        raise DataError(f"{label}: {urls[0].rpartition('/')[2]}: {error}") from None
-    if empty:
-        raise DataError(f"{label} has no documents")
-    return files
-
-
-def _head(url: str, size: int, column: str) -> list[str | None]:
-    """The first documents of a file."""
-    with _open(url, size) as raw:
-        head = documents(raw, url.rpartition("/")[2], column, text_by_line=True, head=HEAD_ROWS)
-        return list(itertools.islice(head, HEAD_ROWS + 1))
-
-
-def _builder(source: SourceConfig, cache: str | None = None) -> datasets.DatasetBuilder:
-    subset = source.subset or None
-    return datasets.load_dataset_builder(source.name, subset, revision=source.revision, cache_dir=cache)
+        raise DataError(f"{label}: {bad[0]} cannot be read, only {SUFFIXES}")
+    return [(url, size) for url, size in zip(urls, map(xgetsize, urls), strict=True) if size]
 
 
 def _fetch_card(source: SourceConfig) -> None:
@@ -302,36 +215,27 @@ def _fetch_card(source: SourceConfig) -> None:
         pass
 
 
-def _streamed_file(url: str, size: int, column: str) -> StreamedFile:
-    name = url.rpartition("/")[2]
-
-    def read(share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
-        def on_malformed_line(location: str) -> None:
-            on_malformed(f"{name}: {location}")
-
-        with _open(url, size) as raw:
-            yield from documents_of_share(
-                *(raw, name, size, column, share, shares, start),
-                text_by_line=True,
-                on_malformed=on_malformed_line,
-                in_file=in_file,
-            )
-
-    def position(share: int, shares: int, number: int) -> str:
-        with _open(url, size) as raw:
-            return position_in_share(raw, name, size, share, shares, number, text_by_line=is_text)
-
-    is_text, in_file = kind_of(name)[0] in ("txt", "md"), FoundText()
-    # A share of Parquet may need a whole row group, which may be large.
-    divided_bytes = 0 if kind_of(name)[0] == "parquet" else size
-    return StreamedFile(divided_bytes, has_shares(name, size, text_by_line=True), read, url, position)
+def _local_paths(files: HubFiles) -> list[Path]:
+    return [Path(url) for url, _ in files if not is_url(url)]
 
 
-def _open(url: str, size: int) -> RangeFile:
-    def fetch(start: int, end: int) -> bytes:
-        return with_network_retries(partial(_fetch, url, size, start, end), url)
+def _identity_and_key(files: HubFiles, verify_bytes: float) -> tuple[Identity, str]:
+    """The identity of a dataset, and the key of its tokens in the cache: of local files by their content, otherwise by
+    their URLs, which contain the revision."""
+    if local := _local_paths(files):
+        return identity_and_key(local, verify_bytes)
+    names = "\0".join(url for url, _ in files)
+    text = f"{len(files)} file(s), hash of their names {xxhash.xxh3_128_hexdigest(names.encode())[:16]}"
+    return Identity(text, FileTable.of((DataFile(*file) for file in files), len(files))), text
 
-    return RangeFile(url, size, fetch)
+
+def _split_url(url: str) -> tuple[str, str, str]:
+    """Repository, revision and path of hf://datasets/REPOSITORY@REVISION/PATH."""
+    repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
+    revision, _, path = rest.partition("/")
+    if not path:
+        raise DataError(f"{url} is not a file of the dataset itself; leave out data.download")
+    return repository, revision, path
 
 
 def _fetch(url: str, size: int, start: int, end: int) -> bytes:
@@ -348,9 +252,7 @@ def _fetch(url: str, size: int, start: int, end: int) -> bytes:
 
 
 def _fetch_of_hub(url: str, start: int, end: int) -> bytes:
-    """Fetch a range of hf://datasets/REPOSITORY@REVISION/PATH."""
-    repository, _, rest = url.removeprefix("hf://datasets/").partition("@")
-    revision, _, path = rest.partition("/")
+    repository, revision, path = _split_url(url)
     response = http_backoff(
         "GET",
         huggingface_hub.hf_hub_url(repository, path, repo_type="dataset", revision=revision),

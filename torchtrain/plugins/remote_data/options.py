@@ -3,16 +3,20 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchtrain.config.schema import LocalPath, Section, at_least
+from torchtrain.config.schema import Count, LocalPath, Section, at_least
 
 
 @dataclass(frozen=True)
 class RemoteDataConfig(Section, name="remote_data"):
-    """Local cache of data that are read by URL."""
+    """Data that are streamed from URLs and the hub, and a local cache of them."""
 
     changes_run = False
     is_of_data = True
 
+    streams: Count = 64
+    """Maximum number of files of streamed data that are read concurrently; the number used is the largest divisor of
+    the global batch size up to it. The number of data-parallel ranks must divide that number. A different number gives
+    a different data order, and a run does not resume with one."""
     cache_folder: LocalPath = ""
     """Folder on a local disk that keeps what is read of data.path and validation.path by URL, for later epochs,
     validations and runs; the processes of a node share it. Empty: no cache."""

@@ -1,8 +1,7 @@
 """Text files on object stores and other remote file systems: find them by URL, and read them by range requests."""
 
-import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import has_magic
@@ -12,25 +11,14 @@ import fsspec
 import xxhash
 from fsspec.caching import BlockCache
 
-from torchtrain.config.registry import FOLDER_FORMATS
-from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity
-from torchtrain.datasets.file_formats import (
-    SUFFIXES,
-    FoundText,
-    NotUTF8Error,
-    OnMalformed,
-    Reader,
-    documents,
-    documents_of_share,
-    has_shares,
-    ignore,
-    kind_of,
-    position_in_share,
-)
+from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity, shortened
+from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, kind_of
 from torchtrain.datasets.local_files import identify
-from torchtrain.datasets.mixed_folder import kinds_of_descriptions, log_left_out
-from torchtrain.errors import DataError, TorchtrainError
+from torchtrain.datasets.text_input import InputFile, Split, read_split
+from torchtrain.datasets.token_folder import MANIFEST, UNFINISHED
+from torchtrain.errors import DataError
 from torchtrain.files import MISSING, is_url, local_path, scheme_of
+from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.object_store import (
     has_tag,
     open_file_system,
@@ -39,15 +27,12 @@ from torchtrain.plugins.object_storage.object_store import (
     with_store_retries,
 )
 from torchtrain.plugins.remote_data.range_cache import RangeCache
-from torchtrain.plugins.remote_data.streamed_text import StreamedFile
 
 RANGE_BYTES = 1 << 23  # size of a range request for a file other than Parquet
 
-HEAD_ROWS = 100  # number of rows of the first file in which the text column is checked
-
 
 @dataclass(frozen=True)
-class RemoteFile:
+class ListedFile:
     """An entry of a listing."""
 
     url: str
@@ -64,25 +49,37 @@ class RemoteFile:
     def name(self) -> str:
         return self.url.rpartition("/")[2]
 
-    def open(self, cache: RangeCache | None = None) -> BinaryIO:
-        return cast(BinaryIO, RangeFile(self.url, self.size, partial(self._read, cache)))
 
-    def _read(self, cache: RangeCache | None, start: int, end: int) -> bytes:
-        file_system, _ = open_file_system(self.given_url, "the path")
-        fetch = partial(read_range, file_system, self.path, self.url, start, end)
-        if cache is None or not self.tag:
+class RemoteFile(InputFile):
+    """A file of a listing; ``cache`` keeps what is read of it."""
+
+    def __init__(self, listed: ListedFile, cache: RangeCache | None = None) -> None:
+        super().__init__(listed.url, listed.size, listed.name)
+        self._listed = listed
+        self._cache = cache
+
+    def open(self) -> BinaryIO:
+        return open_ranges(self.location, self.size, self._read)
+
+    def _read(self, start: int, end: int) -> bytes:
+        listed, cache = self._listed, self._cache
+        file_system, _ = open_file_system(listed.given_url, "the path")
+        fetch = partial(read_range, file_system, listed.path, listed.url, start, end)
+        if cache is None or not listed.tag:
             return fetch()
-        is_same = partial(has_tag, file_system, self.path, self.tag)
-        return cache.read(f"{self.url}\0{self.tag}\0{start}\0{end}", fetch, is_same)
+        is_same = partial(has_tag, file_system, listed.path, listed.tag)
+        return cache.read(f"{listed.url}\0{listed.tag}\0{start}\0{end}", fetch, is_same)
 
 
-class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
+def open_ranges(url: str, size: int, fetch: Callable[[int, int], bytes]) -> BinaryIO:
     """A file that is read by range requests. Its size is known, so no other requests are necessary.
 
-    Args:
-        fetch: returns the bytes from one offset to another.
+    ``fetch`` returns the bytes from one offset to another.
     """
+    return cast(BinaryIO, _RangeFile(url, size, fetch))
 
+
+class _RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
     def __init__(self, url: str, size: int, fetch: Callable[[int, int], bytes]):
         self._fetch = fetch
         # The reader of Parquet requests exactly the bytes that it needs. Of other files whole blocks are requested, so
@@ -100,7 +97,7 @@ class RangeFile(fsspec.spec.AbstractBufferedFile):  # type: ignore[misc]
         return self._fetch(start, min(end, self.size))
 
 
-def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[RemoteFile]:
+def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[ListedFile]:
     """The non-empty data files that URLs of files, folders or patterns name, in a fixed order.
 
     Args:
@@ -109,7 +106,7 @@ def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[Rem
         option: the option alone.
 
     Raises:
-        DataError: there are none, or they are of several kinds.
+        DataError: there are none, or a folder has files of several formats.
         ConfigError: a URL cannot be opened.
         StorageError: the store does not respond.
     """
@@ -120,18 +117,12 @@ def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[Rem
     files = list({file.url: file for path in paths for file in _find(path, label, option)}.values())
     if bad := [file.name for file in files if not kind_of(file.name)[0]]:
         raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
-    kinds = {"txt" if kind == "md" else kind for kind in (kind_of(file.name)[0] for file in files)}
-    if len(kinds) > 1:
-        raise DataError(
-            f"{label} mixes files of several kinds (.{', .'.join(sorted(kinds))}), and a source has files of one kind: "
-            f"name one kind, such as '*.{min(kinds)}', or a table [[data.sources]] for each"
-        )
     if not files:
         raise DataError(f"{label} has no documents")
     return files
 
 
-def _find(url: str, label: str, option: str) -> list[RemoteFile]:
+def _find(url: str, label: str, option: str) -> list[ListedFile]:
     file_system, path = open_file_system(url, option)
 
     def find() -> tuple[dict[str, Any], bool]:
@@ -156,33 +147,47 @@ def _find(url: str, label: str, option: str) -> list[RemoteFile]:
         found, is_folder = {}, False
     if not found:
         raise DataError(f"{label} does not exist: there is no such bucket, folder or file, or it is empty")
-    entries = sorted((name, info) for name, info in found.items() if info["type"] == "file")
-    formats = {marker: of for of in FOLDER_FORMATS for marker in FOLDER_FORMATS[of].markers}
-    for name, _ in entries:
-        found_format = formats.get(name.rpartition("/")[2])
-        if found_format is not None:
-            raise DataError(
-                f"{label} contains {found_format} data, or unfinished work ({name}); name a folder of {found_format} "
-                "data in a table [[data.sources]] of its own"
-            )
+    entries = {name: info for name, info in sorted(found.items()) if info["type"] == "file"}
+    if tokens := [name for name in entries if name.rpartition("/")[2] in (MANIFEST, UNFINISHED)]:
+        raise DataError(
+            f"{label} contains a folder of tokens, or of unfinished work ({tokens[0]}); name a folder of tokens in a "
+            "table [[data.sources]] of its own"
+        )
     if is_folder:
-        prefix = len(path.strip("/"))
-        hidden = {name for name, _ in entries if "/." in name.strip("/")[prefix:]}
-        entries = [(name, info) for name, info in entries if name not in hidden and kind_of(name)[0]]
-        of_descriptions = kinds_of_descriptions(name for name, _ in entries)
-        log_left_out(label, [name for name, _ in entries if kind_of(name)[0] in of_descriptions])
-        entries = [entry for entry in entries if kind_of(entry[0])[0] not in of_descriptions]
-        if not entries:
-            raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+        names = _data_files_of_folder(list(entries), path, url, label)
+        entries = {name: entries[name] for name in names}
     is_suffix = url.rstrip("/").endswith(path)  # so that URLs of files begin as the given one does
     start = url.rstrip("/").removesuffix(path)
     return [
-        RemoteFile(
+        ListedFile(
             start + name if is_suffix else file_system.unstrip_protocol(name), info["size"], tag_of(info), name, url
         )
-        for name, info in entries
+        for name, info in entries.items()
         if info["size"] > 0
     ]
+
+
+def _data_files_of_folder(names: Sequence[str], path: str, url: str, label: str) -> list[str]:
+    """The data files among all ``names`` in the folder ``path``, without hidden files; and without .md files, which
+    often describe the data, if there are others."""
+    prefix = len(path.strip("/"))
+    kinds = {name: kind_of(name)[0] for name in names if "/." not in name.strip("/")[prefix:]}
+    files = [name for name, kind in kinds.items() if kind]
+    if not files:
+        raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+    if descriptions := [name for name in files if kinds[name] == "md"]:
+        others = [name for name in files if kinds[name] != "md"]
+        if others:
+            logger.info("%s: left out %d .md file(s): %s", label, len(descriptions), shortened(descriptions))
+            files = others
+    found = sorted({kinds[name] for name in files})
+    if len(found) > 1:
+        patterns = [f"{url.rstrip('/')}/**/*.{kind}*" for kind in found]
+        raise DataError(
+            f"{label} mixes files of several formats (.{', .'.join(found)}), of which some may only describe the data. "
+            f"Name those to read by a pattern, or several in a list: path = {json.dumps(patterns)}"
+        )
+    return files
 
 
 def _without_hidden(pattern: str, found: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +200,7 @@ def _without_hidden(pattern: str, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def identify_remote(files: Sequence[RemoteFile], verify_bytes: float) -> Identity:
+def identify_listing(files: Sequence[ListedFile], verify_bytes: float) -> Identity:
     """Number, total size and hash of a listing: of formats, sizes and ETags, in the order of the files; and a table.
 
     Of local files, given as file://, it is their content as in ``identify``.
@@ -213,77 +218,22 @@ def identify_remote(files: Sequence[RemoteFile], verify_bytes: float) -> Identit
     return Identity(text, FileTable.of(entries, len(files)))
 
 
-def documents_of_remote(
-    file: RemoteFile,
-    column: str,
-    on_malformed: OnMalformed = ignore,
-    read: Reader | None = None,
-    start: int = 0,
-    cache: RangeCache | None = None,
-) -> Iterator[str | None]:
-    """The documents of a file from number ``start`` on, or those that ``read`` returns. Errors name the file."""
-    try:
-        with file.open(cache) as raw:
-            if read is None:
-                texts = documents(raw, file.name, column, start, on_malformed=on_malformed)
-            else:
-                texts = read(raw, on_malformed)
-            yield from texts
-    except NotUTF8Error as error:
-        raise NotUTF8Error(f"{file.url}: {error}") from None
-    except DataError as error:
-        message = str(error)
-        raise DataError(message if file.url in message else f"{file.url}: {message}") from None
-    except TorchtrainError:
-        raise
-    except Exception as error:  # each format's reader has its own errors for a damaged file
-        raise DataError(f"{file.url} cannot be read, it seems damaged: {error!r}") from error
-
-
-def require_text_in_head(
-    files: Sequence[RemoteFile], column: str, *, skip_not_utf8: bool, cache: RangeCache | None = None
-) -> None:
-    """Raise DataError if the first rows of the first file have no text in ``column``.
+def require_text_in_head(files: Sequence[InputFile], column: str, label: str, *, skip_not_utf8: bool) -> None:
+    """Read files up to the first document with text; raise DataError if they have none in ``column``.
 
     Args:
-        files: the files.
+        files: the files; the others are not read after one with text.
         column: the column that contains the text.
-        skip_not_utf8: check the first file that begins with UTF-8 instead.
-        cache: keeps what is read.
+        label: for messages.
+        skip_not_utf8: continue with the next file after one that is not UTF-8.
     """
-    for number, file in enumerate(files, 1):
-        read = partial(_read_head, file.name, column)
+    not_utf8: NotUTF8Error | None = None
+    for number, file in enumerate(files):
         try:
-            deque(documents_of_remote(file, column, ignore, read, cache=cache), maxlen=0)
-            return
-        except NotUTF8Error:
-            if not skip_not_utf8 or number == len(files):
+            if any(read_split(file, column, Split(number, 0, file.size))):
+                return
+        except NotUTF8Error as error:
+            if not skip_not_utf8:
                 raise
-
-
-def _read_head(name: str, column: str, raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
-    return itertools.islice(documents(raw, name, column, head=HEAD_ROWS, on_malformed=on_malformed), HEAD_ROWS + 1)
-
-
-def streamed_file(file: RemoteFile, column: str, cache: RangeCache | None) -> StreamedFile:
-    """``file`` for ``StreamedText``."""
-    in_file = FoundText()
-
-    def read(share: int, shares: int, start: int, on_malformed: OnMalformed) -> Iterator[str | None]:
-        def on_malformed_line(location: str) -> None:
-            on_malformed(f"{file.name}: {location}")
-
-        def read_share(raw: BinaryIO, on_malformed: OnMalformed) -> Iterator[str | None]:
-            return documents_of_share(
-                *(raw, file.name, file.size, column, share, shares, start), on_malformed=on_malformed, in_file=in_file
-            )
-
-        return documents_of_remote(file, column, on_malformed_line, read_share, cache=cache)
-
-    def position(share: int, shares: int, number: int) -> str:
-        with file.open(cache) as raw:
-            return position_in_share(raw, file.name, file.size, share, shares, number)
-
-    # A share of Parquet may need a whole row group, which may be large.
-    divided_bytes = 0 if kind_of(file.name)[0] == "parquet" else file.size
-    return StreamedFile(divided_bytes, has_shares(file.name, file.size), read, file.url, position)
+            not_utf8 = error
+    raise not_utf8 or DataError(f"{label} has no documents")

@@ -43,7 +43,7 @@ MUST_NOT_DIFFER = {
     "training.steps": "the length of a stage is its own key steps or tokens",
     "training.tokens": "the length of a stage is its own key steps or tokens",
     "data.packing": "the position in the data depends on it",
-    "data.streams": "the position in streamed data is saved by stream",
+    "remote_data.streams": "the position in streamed data is saved by stream",
     "lr_scheduler.total_steps": "the schedule of a stage ends with the stage",
     "lr_scheduler.total_tokens": "the schedule of a stage ends with the stage",
     "lr_scheduler.start_step": "the schedule of a stage begins with the stage",

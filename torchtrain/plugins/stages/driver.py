@@ -6,9 +6,9 @@ but checkpoints passes from one to the next: each stage has its own process grou
 
 import gc
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,22 +20,20 @@ from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
-from torchtrain.datasets.builtin_sources import is_streamed, open_source
-from torchtrain.datasets.data_source import DataSource, SourceContext
-from torchtrain.datasets.held_out import part_of
-from torchtrain.datasets.order import number_of_readers
-from torchtrain.datasets.packing import TextSource
-from torchtrain.distributed.agreement import on_rank0
+from torchtrain.datasets.build import open_source, source_key
+from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
+from torchtrain.datasets.token_dataset import TokenDataset
+from torchtrain.datasets.tokenizers import Tokenizer
+from torchtrain.distributed.agreement import on_all_ranks, on_rank0
 from torchtrain.distributed.mesh import resolve_parallel_dims
-from torchtrain.distributed.process_group import Rendezvous, destroy_process_group, pick_device, world_size
-from torchtrain.errors import CheckpointError, ConfigError, StoppedError
+from torchtrain.distributed.process_group import Rendezvous, destroy_process_group, pick_device, rank, world_size
+from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 from torchtrain.metrics.validation import check_data_of_validation_parts
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.parallelisms.check import check_streams
 from torchtrain.plugins.stages.configs import batch_schedule, nested, set_options, stage_configs
 from torchtrain.plugins.stages.table import in_columns
 from torchtrain.trainer import Trainer, check_config, resolve, with_pinned_data
@@ -88,7 +86,6 @@ def resolve_stages(config: JobConfig, resolve_one: Resolve) -> list[JobConfig]:
                 schedule = replace(schedule, warmup_steps=warmup)
             own = replace(own, lr_scheduler=schedule)
         finished.append(own)
-    check_streams_of_stages(finished)
     return _with_tables(finished, ends)
 
 
@@ -175,23 +172,6 @@ def _with_own_schedule(
         except ConfigError as error:
             raise ConfigError(f"stage {own.job.stage!r}: {error}") from None
     return replace(own, lr_scheduler=schedule, optimizer=optimizer)
-
-
-def check_streams_of_stages(
-    configs: Sequence[JobConfig], is_streamed: Callable[[SourceConfig], bool] = is_streamed
-) -> None:
-    """Raise ConfigError if data are streamed by another number of readers in another stage."""
-    for before, own in itertools.pairwise(configs):
-        old, new = (number_of_readers(of.data.streams, of.training.global_batch_size) for of in (before, own))
-        streamed = [
-            source.name or ", ".join(source.paths) or source.type for source in before.data.all if is_streamed(source)
-        ]
-        if streamed and old != new:
-            raise ConfigError(
-                f"stage {own.job.stage!r}: {streamed[0]} is streamed in {new} streams with training.global_batch_size "
-                f"= {own.training.global_batch_size}, and in {old} in the stage before, whose positions it continues: "
-                "set data.streams to a number that divides all batch sizes, or download or prepare the data"
-            )
 
 
 def _with_tables(configs: Sequence[JobConfig], ends: Sequence[int]) -> list[JobConfig]:
@@ -291,60 +271,91 @@ def _build_or_other_step(
 
 
 def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> None:
-    """Open and close the sources that only later stages read, so that missing data are an error at the start.
+    """Open and tokenize the sources that only later stages read, so that missing data are an error at the start.
 
-    ``stages``: that of ``trainer``, then the later ones. Files are converted where that is necessary, and datasets of
-    the Hugging Face hub are not downloaded. So are the tasks of ``evaluation.tasks``. Collective.
+    ``stages``: that of ``trainer``, then the later ones. Datasets of the Hugging Face hub are not downloaded.
+    Collective.
 
     Raises:
         ConfigError, DataError: see ``build_dataloader``. The message names the stage.
-        ConfigError: data are streamed by another number of readers in another stage, or on several ranks; of URLs of
-            folders it is known only here whether they are streamed.
+        DataError: data are streamed by another number of readers in another stage, or do not fill one window there.
     """
-    loaders = [trainer.dataloader, *trainer.validation_loaders.values()]
-    opened = [source for loader in loaders for source in loader.sources]
+    of_validation = [source for loader in trainer.validation_loaders.values() for source in loader.sources]
     # The held-out parts come last: they are of sources that are there already.
-    known: dict[str, DataSource] = {_key(source): of for source, of in zip(_sources(stages[0]), opened, strict=False)}
+    of_first = zip(_sources(stages[0]), [*trainer.dataloader.sources, *of_validation], strict=False)
+    known: dict[str, DataSource] = {section + source_key(source): found for (section, source), found in of_first}
+    opened: list[tuple[JobConfig, str, DataSource]] = []
+    held_out: list[tuple[JobConfig, SourceConfig, DataSource]] = []
 
-    def is_streamed_as_opened(source: SourceConfig) -> bool:
-        of = known.get(_key(source))
-        return is_streamed(source) if of is None else isinstance(of, TextSource) and not of.one_reader_per_row
-
-    def open_on_rank0() -> None:
-        for own in stages[1:]:
-            with_pinned_data(own, trainer.saved)  # asks the hub for datasets that have no revision
-            for source in _sources(own):
-                if _key(source) in known or source.source_type == "hub":
+    for own in stages[1:]:
+        # Asks the hub for datasets that have no revision.
+        on_rank0(partial(with_pinned_data, own, trainer.saved), trainer.gloo_group)
+        for section, source in _sources(own):
+            key = section + source_key(source)
+            # Validation begins again in each stage, where its data may be read in another number of streams.
+            is_known = key in known and (section == "data" or isinstance(known[key], TokenDataset))
+            if not is_known:
+                if source.source_type == "hub" and source.download:
                     continue
                 context = SourceContext(
-                    section=f"stage {own.job.stage!r}: data",
+                    section=f"stage {own.job.stage!r}: {section}",
                     tokenizer=trainer.tokenizer,
+                    global_batch_size=own.training.global_batch_size,
                     verify_bytes=own.data.verify_gib * 2**30,
                     plugins=own.plugins,
                     held_out=source.held_out > 0,
                 )
-                known[_key(source)] = found = open_source(source, context)
+                known[key] = open_source(source, context, trainer.gloo_group)
                 if source.held_out:
-                    part_of(found, source.held_out, held_out=True, section=context.section)
-            try:
+                    held_out.append((own, source, known[key]))
+            opened.append((own, section, known[key]))
+
+    def check() -> None:
+        for own in stages[1:]:
+            with _naming(own):
                 check_data_of_validation_parts(own)
-                check_streams(own, resolve_parallel_dims(own.parallelism, world_size()), is_streamed_as_opened)
-            except ConfigError as error:
-                raise ConfigError(f"stage {own.job.stage!r}: {error}") from None
-        check_streams_of_stages(stages, is_streamed_as_opened)
+        for own, config, source in held_out:
+            with _naming(own):
+                source.part(config.held_out, held_out=True, section="data")
+        for own, section, source in opened:
+            with _naming(own):
+                source.stream(_request(own, trainer.tokenizer, section))
 
-    on_rank0(open_on_rank0, trainer.gloo_group)
-
-
-def _sources(config: JobConfig) -> list[SourceConfig]:
-    """The sources of training and validation data."""
-    return [*config.data.all, *(config.validation.all if config.validation.enable else ())]
+    on_all_ranks(check, trainer.gloo_group)
 
 
-def _key(source: SourceConfig) -> str:
-    """What ``source`` opens, without its share and its revision."""
-    options = {field.name: getattr(source, field.name) for field in fields(SourceConfig)}
-    return str({**options, "weight": 0, "revision": None, "label": "", "type": source.source_type})
+@contextmanager
+def _naming(stage: JobConfig) -> Iterator[None]:
+    """Add the name of the stage to errors."""
+    name = f"stage {stage.job.stage!r}: "
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        kind = ConfigError if isinstance(error, ConfigError) else DataError
+        raise kind(name + str(error).removeprefix(name)) from None
+
+
+def _request(config: JobConfig, tokenizer: Tokenizer, section: str) -> StreamRequest:
+    """The windows that this rank needs from a source in the stage with ``config``."""
+    dims, batch = resolve_parallel_dims(config.parallelism, world_size()), config.training.global_batch_size
+    first = batch // dims.batch * dims.batch_rank(rank())
+    is_training, longest = section == "data", config.data.longest_seq_len
+    return StreamRequest(
+        tokenizer,
+        config.training.seq_len,
+        batch,
+        range(first, first + batch // dims.batch),
+        seed=0,
+        repeat=is_training and config.data.when_exhausted == "repeat",
+        longest_seq_len=max(longest, plan_of(config).longest_seq_len) if is_training else longest,
+        packing=config.data.packing if is_training else "cut",
+    )
+
+
+def _sources(config: JobConfig) -> list[tuple[str, SourceConfig]]:
+    """The sources of training and validation data, each with its section."""
+    validation = config.validation.all if config.validation.enable else ()
+    return [*(("data", source) for source in config.data.all), *(("validation", source) for source in validation)]
 
 
 def stage_of_step(stages: Sequence[JobConfig], step: int) -> int:

@@ -14,7 +14,7 @@ import pytest
 from data_samples import DOCUMENTS, write_jsonl
 from forked_command import checked_command
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[1]
 
 
 class LocalRay:

@@ -12,7 +12,7 @@ class PrepareConfig(Section, name="prepare"):
     changes_run = False
 
     output: str = ""
-    """Folder for the prepared data, by a path or a URL such as s3://bucket/folder; with several sources, its folders
+    """Folder for the tokens, by a path or a URL such as s3://bucket/folder; with several sources, its folders
     0, 1, ..."""
     processes: CountOrZero = 0
     """Number of worker processes that tokenize. 0: one per core of this process; the cores of a node are divided among

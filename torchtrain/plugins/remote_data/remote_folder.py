@@ -1,4 +1,4 @@
-"""Folders of tokenized data on an object store."""
+"""Folders of tokens on an object store."""
 
 import contextlib
 import errno
@@ -14,6 +14,8 @@ from typing import Any
 
 import xxhash
 
+from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.token_folder import DataFolder, Range
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import BLOCK_BYTES, MISSING
 from torchtrain.plugins.object_storage.object_store import (
@@ -25,11 +27,19 @@ from torchtrain.plugins.object_storage.object_store import (
     with_store_retries,
     with_timeout,
 )
-from torchtrain.plugins.prepared_data.data_folder import DataFolder, Range
-from torchtrain.plugins.remote_data.range_cache import RangeCache
+from torchtrain.plugins.remote_data.range_cache import RangeCache, cache_of
 
 _CONNECTIONS = 32  # maximum number of concurrent requests to an object store
 _READ_AHEAD = 4096  # maximum number of ranges that are read ahead
+
+
+def open_remote_folder(location: str, option: str, context: SourceContext | None) -> DataFolder:
+    """The folder at a URL, which need not exist; ranges of it are kept in the cache that ``context`` asks for.
+
+    Raises:
+        ConfigError: the scheme of the URL is unknown, its package is not installed, or the cache cannot be written.
+    """
+    return RemoteFolder(location, option, None if context is None else cache_of(context))
 
 
 class RemoteFolder(DataFolder):
@@ -37,7 +47,7 @@ class RemoteFolder(DataFolder):
 
     reads_ahead = True
 
-    def __init__(self, url: str, option: str, cache: RangeCache | None = None) -> None:
+    def __init__(self, url: str, option: str = "", cache: RangeCache | None = None) -> None:
         self.location = url.rstrip("/")
         self._option = option or "the folder"
         self._cache = cache
@@ -60,9 +70,6 @@ class RemoteFolder(DataFolder):
 
     def _url(self, name: str) -> str:
         return f"{self.location}/{name}"
-
-    def inner(self, name: str) -> "RemoteFolder":
-        return RemoteFolder(self._url(name), self._option, self._cache)
 
     def sizes(self) -> dict[str, int]:
         self._connect()
@@ -121,7 +128,7 @@ class RemoteFolder(DataFolder):
         return digest.hexdigest()
 
     @contextmanager
-    def write(self, name: str, *, flush: bool = False) -> Iterator[Any]:  # noqa: ARG002
+    def write(self, name: str) -> Iterator[Any]:
         key = self._key(name)
         # An upload from a file can be retried as a whole, and a killed process leaves no truncated object.
         with tempfile.NamedTemporaryFile() as file:
