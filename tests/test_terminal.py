@@ -145,6 +145,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMANDS = {
     "estimate": ("--job.config_file", "small.toml", "--estimate.world_size", "2"),
     "prepare": ("--job.config_file", "small.toml", "--prepare.output", "prepared"),
+    "cache": (),
     "compare": ("run", "run"),
     "generate": ("run", "--prompt", "def", "--max_new_tokens", "3"),
     "perplexity": ("run", "text.txt"),
