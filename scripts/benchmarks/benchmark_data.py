@@ -4,11 +4,10 @@
 
 The text is the embedded one, ``copies`` times. Each line gives the median of ``rounds``, in million tokens a second,
 for torchtrain and for the plain call, and the ratios of their time and of the CPU time of all processes. The latter is
-more reliable on a busy machine. The library ``datasets`` converts text before it is prepared for the first
-time. Then windows of prepared data are read in random order from a cold disk (Linux): the milliseconds a batch takes,
-and the bytes that come from the disk for each byte used, beside a memory map and the same windows as rows of the
-library ``datasets``; ``--only_cold`` takes these lines alone. The last lines give the share of its time that a training
-run of the debug model waits for data.
+more reliable on a busy machine. Then windows of tokens are read in random order from a cold disk (Linux): the
+milliseconds a batch takes, and the bytes that come from the disk for each byte used, beside a memory map and the same
+windows as rows of the library ``datasets``; ``--only_cold`` takes these lines alone. The last lines give the share of
+its time that a training run of the debug model waits for data.
 """
 
 import argparse
@@ -39,10 +38,13 @@ import sentencepiece
 import tiktoken
 import torch
 
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.datasets.local_files import open_standard_library
+from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.standard_library import standard_library
+from torchtrain.datasets.token_folder import MANIFEST, LocalFolder, Shard, TokenManifest
+from torchtrain.datasets.tokenize_text import tokenize
 from torchtrain.datasets.tokenizers import (
     LLAMA3_RANKS,
     SentencePieceTokenizer,
@@ -50,8 +52,6 @@ from torchtrain.datasets.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
-from torchtrain.plugins.prepared_data.tokenize_dataset import prepare
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest, Shard
 
 ROOT = Path(__file__).parent.parent.parent
 SEQ_LEN, ROWS = 2048, 8
@@ -108,10 +108,10 @@ def in_processes(encode: Callable[[str], list[int]], texts: list[str], count: in
         process.join()
 
 
-def prepare_quietly(source: SourceConfig, tokenizer_path: str, output: Path, processes: int, cache: Path) -> None:
-    datasets.config.HF_DATASETS_CACHE = str(cache)
+def tokenize_quietly(files: Path, tokenizer: Tokenizer, output: Path, processes: int) -> None:
+    output.mkdir()
     with contextlib.redirect_stderr(io.StringIO()):
-        prepare(source, "data", tokenizer_path, output, processes)
+        tokenize(open_text_files([str(files)]), tokenizer, LocalFolder(output), processes)
 
 
 def loader_of(config: DataConfig, tokenizer: Tokenizer, seq_len: int = SEQ_LEN, rows: int = ROWS) -> DataLoader:
@@ -166,14 +166,16 @@ def bytes_from_disk() -> int:
 
 
 def write_random_tokens(folder: Path, shards: int, tokens: int) -> np.ndarray[Any, Any]:
-    """A folder of prepared data; returns all its tokens."""
+    """A folder of tokens; returns all of them."""
     folder.mkdir()
     rng, tokenizer = np.random.default_rng(0), load_tokenizer()
     parts = [rng.integers(0, tokenizer.vocab_size, tokens).astype("<u2") for _ in range(shards)]
     for number, part in enumerate(parts):
         part.tofile(folder / f"shard-{number:05}.tokens")
-    listed = tuple(Shard(f"shard-{number:05}", tokens, 1, 0, 0, "", "", 0) for number in range(shards))
-    manifest = PreparedManifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", shards, listed)
+    listed = tuple(Shard(f"shard-{number:05}", tokens, 1, 0, 0, "", "") for number in range(shards))
+    for shard in listed:
+        (folder / f"{shard.name}.documents").write_bytes(bytes(shard.index_bytes))
+    manifest = TokenManifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", shards, listed)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest)))
     return np.concatenate(parts)
 
@@ -229,7 +231,7 @@ def read_cold(folder: Path, rounds: int) -> None:
             rates.append(found.get())
             process.join()
         milliseconds, ratio = (statistics.median(column) for column in zip(*rates, strict=True))
-        name = {"cold": "prepared", "memmap": "memory map", "arrow": "rows of datasets (Arrow)"}[kind]
+        name = {"cold": "tokens", "memmap": "memory map", "arrow": "rows of datasets (Arrow)"}[kind]
         print(f"{f'{rows} windows of {seq_len} tokens, {name}':56} {milliseconds:12.2f} {ratio:26.2f}", flush=True)
 
 
@@ -258,8 +260,7 @@ def main() -> None:
             read_cold(Path(name), options.rounds)
         return
     cores = len(os.sched_getaffinity(0))
-    source = open_standard_library()
-    texts = [text for text in source.read_all(range(source.parts)) if text] * options.copies
+    texts = list(standard_library().texts()) * options.copies
     size = sum(len(text.encode()) for text in texts)
     print(
         f"{platform.machine()}, {cores} cores, load {os.getloadavg()[0]:.1f}, python {platform.python_version()}, ",
@@ -288,47 +289,35 @@ def main() -> None:
                 lambda: [tokenizer.encode(text, bos=True, eos=True) for text in few],  # noqa: B023
                 lambda: [encode(text) for text in few],  # noqa: B023
             )
-            # A round of the first row fills the cache that the same round of the second row finds.
-            for row in ("first time", "text converted"):
-                numbers = iter(range(options.rounds))
-                compare(
-                    f"prepare, {kind}, {cores} processes, {row}",
-                    tokens * options.copies,
-                    options.rounds,
-                    lambda: prepare_quietly(
-                        SourceConfig(path=str(files)),
-                        path,  # noqa: B023
-                        folder / f"{kind}-{row}-{(number := next(numbers))}",  # noqa: B023
-                        cores,
-                        folder / f"cache-{kind}-{number}",  # noqa: B023
-                    ),
-                    lambda: in_processes(encode, texts, cores),  # noqa: B023
-                )
+            numbers = iter(range(options.rounds))
+            compare(
+                f"a folder of tokens, {kind}, {cores} processes",
+                tokens * options.copies,
+                options.rounds,
+                lambda: tokenize_quietly(files, tokenizer, folder / f"{kind}-{next(numbers)}", cores),  # noqa: B023
+                lambda: in_processes(encode, texts, cores),  # noqa: B023
+            )
         tokenizer = load_tokenizer()
         encode = bare_encoder(tokenizer)
         steps = 100
-        for kind, config in (
-            ("local files", DataConfig(path=str(files), prefetch=0)),
-            ("streaming", DataConfig(name=str(files), prefetch=0)),
-        ):
-            loader = loader_of(config, tokenizer)
-            read(loader, 2)
-            needed = texts[: int(steps * ROWS * SEQ_LEN / tokens * len(texts) / options.copies)]
-            compare(
-                f"{kind}, beside tokenizing alone",
-                steps * ROWS * SEQ_LEN,
-                options.rounds,
-                lambda: read(loader, steps),  # noqa: B023
-                lambda: [encode(text) for text in needed],  # noqa: B023
-            )
-        prepared = folder / "sentencepiece-first time-0"
+        loader = loader_of(DataConfig(path=f"file://{files}", prefetch=0), tokenizer)
+        read(loader, 2)
+        needed = texts[: int(steps * ROWS * SEQ_LEN / tokens * len(texts) / options.copies)]
+        compare(
+            "a stream, beside tokenizing alone",
+            steps * ROWS * SEQ_LEN,
+            options.rounds,
+            lambda: read(loader, steps),
+            lambda: [encode(text) for text in needed],
+        )
+        prepared = folder / "sentencepiece-0"
         loader = loader_of(DataConfig(path=str(prepared), prefetch=0), tokenizer)
         whole = folder / "whole"
         whole.write_bytes(b"".join(path.read_bytes() for path in sorted(prepared.glob("*.tokens"))))
         memmap = np.memmap(whole, "<u2", "r")
         steps = 2000
         compare(
-            "prepared, beside slices of a memmap",
+            "tokens, beside slices of a memmap",
             steps * ROWS * SEQ_LEN,
             options.rounds,
             lambda: read(loader, steps),
@@ -336,8 +325,8 @@ def main() -> None:
         )
         read_cold(folder, options.rounds)
         wait_fraction("standard library", folder / "run-0")
-        wait_fraction("streaming", folder / "run-1", "--data.name", str(files))
-        wait_fraction("prepared", folder / "run-2", "--data.path", str(prepared))
+        wait_fraction("a stream", folder / "run-1", "--data.path", f"file://{files}")
+        wait_fraction("tokens", folder / "run-2", "--data.path", str(prepared))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Measure torchtrain.explain on prepared data of 10 million documents with the batch of the 8B recipe.
+"""Measure torchtrain.explain on tokens of 10 million documents with the batch of the 8B recipe.
 
     python scripts/benchmarks/benchmark_explain.py [--documents 10_000_000] [--steps 1 51 251] [--rows 8]
     python scripts/benchmarks/benchmark_explain.py --gradients
@@ -25,17 +25,17 @@ from pathlib import Path
 import numpy as np
 from benchmark_data import write_rank_file
 
+from torchtrain.datasets.token_folder import MANIFEST, Shard, TokenManifest
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.plugins.explain.explanation import explain, trainer_before
 from torchtrain.plugins.explain.run import open_run
-from torchtrain.plugins.prepared_data.tokenized import MANIFEST, PreparedManifest, Shard
 
 MEAN_TOKENS, BYTES_OF_TOKEN, TEXT_OF_SHARD = 480, 4.4, 1 << 26
 SEQ_LEN, BATCH = 8192, 512
 
 
 def write_data(folder: Path, tokenizer_path: Path, documents: int) -> int:
-    """Write sparse prepared data; returns the number of tokens."""
+    """Write a sparse folder of tokens; returns the number of tokens."""
     folder.mkdir()
     tokenizer, random = load_tokenizer(str(tokenizer_path)), np.random.default_rng(0)
     count = max(1, round(documents * MEAN_TOKENS * BYTES_OF_TOKEN / TEXT_OF_SHARD))
@@ -45,11 +45,13 @@ def write_data(folder: Path, tokenizer_path: Path, documents: int) -> int:
         lengths = random.lognormal(np.log(MEAN_TOKENS) - 0.5, 1, of_shard).astype(np.int64) + 2
         offsets = np.concatenate(([0], lengths.cumsum())).astype("<i8")
         name, tokens = f"shard-{number:05}", int(offsets[-1])
-        (folder / f"{name}.documents").write_bytes(offsets.tobytes())
+        shards.append(Shard(name, tokens, of_shard, 0, 0, "", ""))
+        with (folder / f"{name}.documents").open("wb") as file:
+            file.write(offsets.tobytes())
+            file.truncate(shards[-1].index_bytes)
         with (folder / f"{name}.tokens").open("wb") as file:
             file.truncate(tokens * 4)
-        shards.append(Shard(name, tokens, of_shard, 0, 0, "", "", 0))
-    manifest = PreparedManifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", count, tuple(shards))
+    manifest = TokenManifest(tokenizer.content_hash, tokenizer.vocab_size, "", "", count, tuple(shards))
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest)))
     return sum(shard.tokens for shard in shards)
 

@@ -29,7 +29,7 @@ import zstandard
 sys.path.append(str(Path(__file__).parent.parent / "faults"))
 from crash_test_s3 import BUCKET, KEYS, Server
 
-from torchtrain.datasets.local_files import open_standard_library
+from torchtrain.datasets.standard_library import standard_library
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = 16
@@ -38,8 +38,7 @@ COMPRESSION = {"jsonl.zst": 3.0, "parquet": 1.57}
 
 
 def make_input(folder: Path, kind: str, size_bytes: float) -> None:
-    source = open_standard_library()
-    texts = "\n".join(text for text in source.read_all(range(source.parts)) if text)
+    texts = "\n".join(standard_library().texts())
     words = re.findall(r"\S+", " ".join(re.findall(r'"""(.*?)"""', texts, re.DOTALL)))
     joined = " ".join(words)
     begins = np.cumsum([0] + [len(word) + 1 for word in words])
@@ -94,7 +93,7 @@ def main() -> None:
             server = Server()
             for file in files:
                 server.client.upload_file(str(file), BUCKET, f"texts/{file.name}")
-            source, output = f"s3://{BUCKET}/texts", f"s3://{BUCKET}/prepared"
+            source, output = f"s3://{BUCKET}/texts", f"s3://{BUCKET}/tokens"
             environment |= {**KEYS, "AWS_ENDPOINT_URL": server.url}
         local = Path(folder, "local")
         for variable in ("TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "HOME"):
@@ -115,7 +114,7 @@ def main() -> None:
         if server is None:
             manifest = Path(output, "manifest.json").read_bytes()
         else:
-            manifest = server.client.get_object(Bucket=BUCKET, Key="prepared/manifest.json")["Body"].read()
+            manifest = server.client.get_object(Bucket=BUCKET, Key="tokens/manifest.json")["Body"].read()
             server.stop()
         tokens = sum(shard["tokens"] for shard in json.loads(manifest)["shards"])
         print(
