@@ -18,6 +18,7 @@ LAYERS = {
         "__main__",
         "train",
         "prepare",
+        "cache",
         "convert",
         "generate",
         "evaluate",
