@@ -1,13 +1,19 @@
 """Row r of step s is a function of (seed, data config, seq_len, global batch size, s, r) alone, for every source."""
 
-import random
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
+from data_samples import (
+    DOCUMENTS,
+    TOKENIZER,
+    check_any_ranks,
+    check_resumes,
+    make_loader,
+    take,
+    write_jsonl,
+    write_tokens,
+)
 
 from torchtrain.config.schema import DataConfig, SourceConfig
 
@@ -37,45 +43,16 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataConfig]:
     }
 
 
-def split(rows: torch.Tensor, degree: int) -> list[range]:
-    rows_per_rank = len(rows) // degree
-    return [range(n * rows_per_rank, (n + 1) * rows_per_rank) for n in range(degree)]
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, DataConfig], source: str) -> None:
-    config = configs[source]
-    reference = take(make_loader(replace(config, prefetch=0)), STEPS)
-    assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # rows differ
-    for degree, prefetch in ((1, 3), (2, 0), (4, 2)):
-        loaders = [make_loader(replace(config, prefetch=prefetch), rows) for rows in split(reference[0], degree)]
-        assert torch.equal(torch.cat([take(loader, STEPS) for loader in loaders], dim=1), reference)
-        for loader in loaders:
-            loader.close()
-    assert not torch.equal(take(make_loader(replace(config, prefetch=0), seed=1), STEPS), reference)
+    check_any_ranks(configs[source], STEPS)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_resume_at_random_steps_with_other_degrees_gives_the_same_rows(
     configs: dict[str, DataConfig], source: str
 ) -> None:
-    config = configs[source]
-    reference = take(make_loader(replace(config, prefetch=0)), STEPS)
-    rng = random.Random(source)
-    for degrees in ((1, 2, 4), (4, 2, 1)):
-        stops = [0, *sorted(rng.sample(range(1, STEPS), 2)), STEPS]
-        state = None
-        for degree, start, stop in zip(degrees, stops[:-1], stops[1:], strict=True):
-            loaders = [make_loader(config, rows) for rows in split(reference[0], degree)]
-            if state is not None:
-                for loader, rows in zip(loaders, state.chunk(degree), strict=True):
-                    loader.load_state_dict({"rows": rows})
-            part = torch.cat([take(loader, stop - start) for loader in loaders], dim=1)
-            assert torch.equal(part, reference[start:stop]), (degrees, start, stop)
-            # The state is that of the batch returned last, although the background thread has read further.
-            state = torch.cat([loader.state_dict()["rows"] for loader in loaders])
-            for loader in loaders:
-                loader.close()
+    check_resumes(configs[source], STEPS, source)
 
 
 def test_each_epoch_has_every_window_once(configs: dict[str, DataConfig]) -> None:

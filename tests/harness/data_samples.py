@@ -1,6 +1,8 @@
 """Small data sources of each type, and loaders that read them."""
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,46 @@ def make_loader(
         drop_last=drop_last,
         **options,
     )
+
+
+def check_any_ranks(config: DataConfig, steps: int, **options: Any) -> torch.Tensor:
+    """Assert that the rows of 8 are the same on 1, 2 and 4 ranks, with and without prefetching; returns their tokens,
+    of shape (steps, rows, seq_len)."""
+    reference = take(make_loader(replace(config, prefetch=0), **options), steps)
+    assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # rows differ
+    for degree, prefetch in ((1, 3), (2, 0), (4, 2)):
+        own = replace(config, prefetch=prefetch)
+        loaders = [make_loader(own, rows, **options) for rows in _split(degree)]
+        assert torch.equal(torch.cat([take(loader, steps) for loader in loaders], dim=1), reference)
+        for loader in loaders:
+            loader.close()
+    assert not torch.equal(take(make_loader(replace(config, prefetch=0), seed=1, **options), steps), reference)
+    return reference
+
+
+def check_resumes(config: DataConfig, steps: int, seed: str, **options: Any) -> None:
+    """Assert that loaders that resume at random steps, on other numbers of ranks, return the same rows."""
+    reference = take(make_loader(replace(config, prefetch=0), **options), steps)
+    rng = random.Random(seed)
+    for degrees in ((1, 2, 4), (4, 2, 1)):
+        stops = [0, *sorted(rng.sample(range(1, steps), 2)), steps]
+        state = None
+        for degree, start, stop in zip(degrees, stops[:-1], stops[1:], strict=True):
+            loaders = [make_loader(config, rows, **options) for rows in _split(degree)]
+            if state is not None:
+                for loader, rows in zip(loaders, state.chunk(degree), strict=True):
+                    loader.load_state_dict({"rows": rows})
+            part = torch.cat([take(loader, stop - start) for loader in loaders], dim=1)
+            assert torch.equal(part, reference[start:stop]), (degrees, start, stop)
+            # The state is that of the batch returned last, although the background thread has read further.
+            state = torch.cat([loader.state_dict()["rows"] for loader in loaders])
+            for loader in loaders:
+                loader.close()
+
+
+def _split(degree: int) -> list[range]:
+    """The rows of each rank, of 8."""
+    return [range(8 * number // degree, 8 * (number + 1) // degree) for number in range(degree)]
 
 
 def take(batches: DataLoader, steps: int) -> torch.Tensor:

@@ -18,7 +18,16 @@ import pyarrow.parquet
 import pytest
 import torch
 from captured_log import captured_log
-from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl
+from data_samples import (
+    DOCUMENTS,
+    TOKENIZER,
+    check_any_ranks,
+    check_resumes,
+    make_loader,
+    take,
+    write_hub_folder,
+    write_jsonl,
+)
 from forked_run import ForkedRun, finish, read_metrics
 from fsspec.implementations.local import LocalFileSystem
 
@@ -231,45 +240,14 @@ def plugins_of(source: str) -> dict[str, RemoteDataConfig]:
     return streams(64 if source == "jsonl" else 4)
 
 
-def split(rows: torch.Tensor, degree: int) -> list[range]:
-    rows_per_rank = len(rows) // degree
-    return [range(n * rows_per_rank, (n + 1) * rows_per_rank) for n in range(degree)]
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_rows_depend_neither_on_ranks_nor_on_prefetching(configs: dict[str, DataConfig], source: str) -> None:
-    config, plugins = configs[source], plugins_of(source)
-    reference = take(make_loader(replace(config, prefetch=0), plugins=plugins), STEPS)
-    assert len({tuple(row) for row in reference[:5].flatten(0, 1).tolist()}) > 30  # rows differ
-    for degree, prefetch in ((1, 3), (2, 0), (4, 2)):
-        own = replace(config, prefetch=prefetch)
-        loaders = [make_loader(own, rows, plugins=plugins) for rows in split(reference[0], degree)]
-        assert torch.equal(torch.cat([take(loader, STEPS) for loader in loaders], dim=1), reference)
-        for loader in loaders:
-            loader.close()
-    other = make_loader(replace(config, prefetch=0), seed=1, plugins=plugins)
-    assert not torch.equal(take(other, STEPS), reference)
+    check_any_ranks(configs[source], STEPS, plugins=plugins_of(source))
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_resume_at_random_steps_on_other_ranks_gives_the_same_rows(configs: dict[str, DataConfig], source: str) -> None:
-    config, plugins = configs[source], plugins_of(source)
-    reference = take(make_loader(replace(config, prefetch=0), plugins=plugins), STEPS)
-    rng = random.Random(source)
-    for degrees in ((1, 2, 4), (4, 2, 1)):
-        stops = [0, *sorted(rng.sample(range(1, STEPS), 2)), STEPS]
-        state = None
-        for degree, start, stop in zip(degrees, stops[:-1], stops[1:], strict=True):
-            loaders = [make_loader(config, rows, plugins=plugins) for rows in split(reference[0], degree)]
-            if state is not None:
-                for loader, rows in zip(loaders, state.chunk(degree), strict=True):
-                    loader.load_state_dict({"rows": rows})
-            part = torch.cat([take(loader, stop - start) for loader in loaders], dim=1)
-            assert torch.equal(part, reference[start:stop]), (degrees, start, stop)
-            # The state is that of the batch returned last, although the background thread has read further.
-            state = torch.cat([loader.state_dict()["rows"] for loader in loaders])
-            for loader in loaders:
-                loader.close()
+    check_resumes(configs[source], STEPS, source, plugins=plugins_of(source))
 
 
 def test_each_epoch_has_every_document_once(configs: dict[str, DataConfig]) -> None:
