@@ -149,6 +149,8 @@ def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) ->
     assert "node.kubernetes.io/unreachable" in tolerated  # those of the base remain
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"/dev/shm", "/config", "/torchtrain/outputs"}
+    environment = {variable["name"]: variable.get("value", "") for variable in container["env"]}
+    assert environment["TORCHTRAIN_CACHE"].startswith("/torchtrain/outputs/")  # on a volume
 
 
 @NEEDS_KUBECTL
