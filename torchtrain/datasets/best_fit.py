@@ -101,10 +101,10 @@ def pack(starts: Integers, lengths: Integers, seq_len: int) -> tuple[Integers, I
     is_short = ~is_long & (lengths > 0)
     order = np.argsort(-lengths[is_short], kind="stable")
     short_starts, short_tokens = starts[is_short][order], lengths[is_short][order]
-    windows = [*range(len(begins)), *_best_fit(tokens, short_tokens, size)]  # of each part
-    in_windows = np.argsort(np.array(windows, dtype=np.int64), kind="stable")
+    windows = np.array([*range(len(begins)), *_best_fit(tokens, short_tokens, size)], dtype=np.int64)  # of each part
+    in_windows = np.argsort(windows, kind="stable")
     parts = np.concatenate((begins, short_starts)), np.concatenate((tokens, short_tokens))
-    return parts[0][in_windows], parts[1][in_windows], np.bincount(windows).astype(np.int64)
+    return parts[0][in_windows], parts[1][in_windows], np.bincount(windows)
 
 
 def _best_fit(filled: Integers, lengths: Integers, size: int) -> list[int]:

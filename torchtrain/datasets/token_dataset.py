@@ -266,21 +266,23 @@ class TokenDataset(DataSource):
         Within a document they are proportional to ``token_bytes``, the tokenizer's of these tokens. So the sum is exact
         even if the tokenizer adds a space, normalizes a character or does not know it.
         """
-        shares = []
+        shares: list[Bytes] = []
         for index, token, count in self._in_shards(start, len(token_bytes)):
             offsets = self._offsets(index)
             first, last = offsets.searchsorted(token, side="right") - 1, offsets.searchsorted(token + count)
             sizes, counted = (self._column(index, name)[first:last] for name in ("bytes", "token_bytes"))
-            borders = offsets[first : last + 1]
-            tokens = np.clip(borders, token, token + count)
-            numbers = np.repeat(np.arange(last - first), tokens[1:] - tokens[:-1])
-            of_tokens = token_bytes[:count] * (sizes / np.maximum(counted, 1))[numbers]
+            borders = offsets[first : last + 1].copy()
+            lengths = borders[1:] - borders[:-1]
+            borders[0], borders[-1] = token, token + count  # the first and the last document may be read in part
+            counts = borders[1:] - borders[:-1]
+            scale: Bytes = np.repeat(sizes / np.maximum(counted, 1), counts)
+            of_tokens = token_bytes[:count] * scale
             if not counted.all():  # of some documents no token stands for any byte
-                even = sizes / np.maximum(borders[1:] - borders[:-1], 1)
-                of_tokens = np.where(counted[numbers] > 0, of_tokens, even[numbers])
+                even = np.repeat(counted == 0, counts)
+                of_tokens[even] = np.repeat(sizes / np.maximum(lengths, 1), counts)[even]
             shares.append(of_tokens)
             token_bytes = token_bytes[count:]
-        return np.concatenate(shares)
+        return shares[0] if len(shares) == 1 else np.concatenate(shares)
 
     def describe(self, index: int, number: int) -> Place:
         """Where a document of a shard is stored: its file, and its line, row or number there."""

@@ -75,7 +75,8 @@ def open_streamed(
         source: its config.
         files: the result of ``list_files``.
         label: for messages.
-        context: its tokenizer and number of readers; files of a local folder are hashed up to its ``verify_bytes``.
+        context: its tokenizer, global batch size and options; files of a local folder are hashed up to its
+            ``verify_bytes``.
         held_out: see ``StreamedText``.
     """
     return StreamedText(
