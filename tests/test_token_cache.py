@@ -34,7 +34,7 @@ from torchtrain.datasets.text_input import TextsInMemory
 from torchtrain.datasets.token_cache import tokenize_in_memory
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
-from torchtrain.errors import DataError, TorchtrainError
+from torchtrain.errors import ConfigError, DataError, TorchtrainError
 from torchtrain.files import hash_of
 
 MANY = [f"{text} {number}" for number in range(8) for text in DOCUMENTS]
@@ -92,6 +92,40 @@ def written_shards() -> Iterator[list[str]]:
 
     with patch.object(tokenize_text, "_write_shard", recorded):
         yield names
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("s3://bucket/cache", r"TORCHTRAIN_CACHE = 's3://bucket/cache' must be a local folder"),
+        ("{data}/cache", r"the cache for tokens, .*, is inside the data folder .*: set TORCHTRAIN_CACHE to a folder"),
+        ("~nobody-of-this-name/cache", r"~nobody-of-this-name/cache, the cache for tokens: .*; set TORCHTRAIN_CACHE"),
+    ],
+)
+def test_unusable_cache_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, message: str
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    write_jsonl(data / "a.jsonl", MANY)
+    monkeypatch.setenv("TORCHTRAIN_CACHE", value.format(data=data))
+    with pytest.raises(ConfigError, match=message):
+        open_text(data)
+
+
+def test_cache_in_a_hidden_folder_of_the_data_is_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_jsonl(tmp_path / "a.jsonl", MANY)
+    monkeypatch.setenv("TORCHTRAIN_CACHE", str(tmp_path / ".cache"))
+    first = tokens_of(open_text(tmp_path))
+    assert tokens_of(open_text(tmp_path)) == first
+
+
+def test_user_without_a_home_folder_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("TORCHTRAIN_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 2**30)
+    with pytest.raises(ConfigError, match=r"~/.cache/torchtrain, the cache for tokens: .* set TORCHTRAIN_CACHE"):
+        cache_folder.cache_folder()
 
 
 # A later start

@@ -1,5 +1,6 @@
 """The types of data sources of the core."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import TypeVar
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import SourceConfig, SourcesConfig
+from torchtrain.datasets.cache_folder import require_outside
 from torchtrain.datasets.data_source import DataSource, SourceContext, SourceType, TextInput
 from torchtrain.datasets.local_files import open_text_files, require_utf8_files
 from torchtrain.datasets.standard_library import standard_library, standard_library_docs, standard_library_prose
@@ -45,6 +47,8 @@ class Files(SourceType):
 
     @classmethod
     def _open_text(cls, config: SourceConfig, context: SourceContext) -> TextFiles:
+        for path in filter(os.path.isdir, config.paths):
+            require_outside(path)
         opened = partial(
             open_text_files,
             config.paths,

@@ -8,15 +8,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchtrain.files import MISSING, NO_LOCKS, open_lock_file
+from torchtrain.errors import ConfigError
+from torchtrain.files import MISSING, NO_LOCKS, is_url, open_lock_file
 
 VARIABLE = "TORCHTRAIN_CACHE"
 
 
 def cache_folder() -> Path:
-    """``TORCHTRAIN_CACHE``; without it, ``torchtrain`` in ``XDG_CACHE_HOME``, by default ``~/.cache``."""
+    """``TORCHTRAIN_CACHE``; without it, ``torchtrain`` in ``XDG_CACHE_HOME``, by default ``~/.cache``.
+
+    Raises:
+        ConfigError: ``TORCHTRAIN_CACHE`` is a URL, or this user has no home folder.
+    """
     own = os.environ.get(VARIABLE)
-    return Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torchtrain"
+    if own and is_url(own):
+        raise ConfigError(
+            f"{VARIABLE} = {own!r} must be a local folder: to train on tokens in a bucket, write them by "
+            "torchtrain.prepare"
+        )
+    folder = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "torchtrain")
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:
+        raise ConfigError(f"{folder}, the cache for tokens: {error}; set {VARIABLE} to a folder") from None
+
+
+def require_outside(folder: str) -> None:
+    """Raise ConfigError if the cache is in a ``folder`` of data, where its files would become part of the data."""
+    cache, of_data = cache_folder().resolve(), Path(folder).resolve()
+    inner = cache.relative_to(of_data).parts if cache.is_relative_to(of_data) else (".",)
+    if not any(part.startswith(".") for part in inner):  # hidden files are no data
+        raise ConfigError(
+            f"the cache for tokens, {cache}, is inside the data folder {folder!r}, so that its files would become part "
+            f"of the data: set {VARIABLE} to a folder elsewhere"
+        )
 
 
 def tokens_root() -> Path:
