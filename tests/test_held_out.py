@@ -87,7 +87,10 @@ def test_held_out_documents_are_not_trained_on_from_another_source(
     kept = {document.removesuffix("end\n") for document in DOCUMENTS if not is_held_out(document, SHARE)}
     others = {document.removesuffix("end\n") for document in DOCUMENTS} - kept
     assert trained & (kept | others) == kept
-    assert "data.sources[1].held_out = 0.3 is the largest share that a source holds out: the same" in "".join(log)
+    named = (
+        "data.sources[1].held_out = 0.3, of own, is the largest share that a source holds out: the same documents of"
+    )
+    assert f"{named} {kind}, own are not trained on, either" in "".join(log)
 
 
 def test_document_with_a_lone_surrogate_is_known_by_its_bytes(tmp_path: Path) -> None:

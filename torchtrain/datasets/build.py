@@ -16,7 +16,7 @@ from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContex
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import read_exclusions
 from torchtrain.datasets.order import Mixture, stream_seed
-from torchtrain.datasets.token_cache import find_tokens, tokenized
+from torchtrain.datasets.token_cache import find_tokens, log_tokens, tokenized
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.errors import ConfigError, DataError
@@ -97,14 +97,15 @@ def build_dataloader(
 
     read = partial(read_exclusions, config.exclude)
     share = config.largest_held_out
-    shares = {context.section: source.held_out for source, context in zip(config.all, contexts, strict=True)}
-    of_share = max(shares, key=lambda section: shares[section])
-    others = [section for section, own in shares.items() if own < share]
+    largest = max(range(len(config.all)), key=lambda number: config.all[number].held_out)
+    of_share = contexts[largest].section
+    titles = [source.title or source.source_type for source in config.all]
+    others = [title for source, title in zip(config.all, titles, strict=True) if source.held_out < share]
     if others and not held_out:
         logger.info(
-            "%s.held_out = %g is the largest share that a source holds out: the same documents of %s are not trained "
-            "on, either",
-            *(of_share, share, ", ".join(others)),
+            "%s.held_out = %g, of %s, is the largest share that a source holds out: the same documents of %s are not "
+            "trained on, either",
+            *(of_share, share, titles[largest], ", ".join(others)),
         )
 
     def select_parts() -> list[DataSource]:
@@ -243,9 +244,12 @@ def open_source(config: SourceConfig, context: SourceContext, group: dist.Proces
     answer = on_rank0(query, group) if group is not None else query()
     open_it = partial(source_type.open, config, context, answer)
     opened: DataSource | TextInput = on_all_ranks(open_it, group) if group is not None else open_it()
-    if isinstance(opened, TextInput):
-        return tokenized(opened, context.tokenizer, context.verify_bytes, group)
-    return opened
+    if not isinstance(opened, TextInput):
+        return opened
+    tokens = tokenized(opened, context.tokenizer, context.verify_bytes, group)
+    if not context.held_out:  # otherwise the loader of the other documents logs it
+        log_tokens(tokens)
+    return tokens
 
 
 def _check_sources(config: DataConfig, sources: Mapping[str, DataSource], exclude: Exclusions) -> None:

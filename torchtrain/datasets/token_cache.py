@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 import torch.distributed as dist
 import xxhash
 
-from torchtrain.datasets.cache_folder import VARIABLE, Use, lock_file, locked, size_of, tokens_root, used_file
+from torchtrain.datasets.cache_folder import VARIABLE, Use, lock_file, locked, tokens_root, used_file
 from torchtrain.datasets.data_source import TextInput
 from torchtrain.datasets.text_input import TextsInMemory
 from torchtrain.datasets.token_dataset import TokenDataset
@@ -59,10 +59,14 @@ def tokenized(
         with ExitStack() as stack:
             _on_all(partial(_prepare_folder, folder, text.name, open_folder, stack) if rank == 0 else _nothing, group)
             opened = _on_all(partial(_tokenize, folder, text, tokenizer, rank, ranks, open_folder), group)
-    log_skipped(opened.manifest)
-    size = f"{size_of(folder) / 1e6:,.3g} MB"
-    logger.info("%s: %s tokens in the cache, %s (%s)", text.name, f"{len(opened):,}", folder, size)
     return opened
+
+
+def log_tokens(opened: TokenDataset) -> None:
+    """Log where tokens in the cache are, their number and size, and what of the text was skipped."""
+    log_skipped(opened.manifest)
+    location, size = opened.folder.location, sum(opened.folder.sizes().values())
+    logger.info("%s: %s tokens in the cache, %s (%.3g MB)", opened.name, f"{len(opened):,}", location, size / 1e6)
 
 
 def find_tokens(text: TextInput, tokenizer: Tokenizer, verify_bytes: float) -> TokenDataset | None:
