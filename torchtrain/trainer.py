@@ -146,10 +146,11 @@ class Trainer:
         # Before the data, because text may take hours to tokenize.
         require_choice(config)
         on_rank0(partial(require_possible_folder, config.job.dump_folder, "job.dump_folder"), self.gloo_group)
+        self.open_storage()
         self.dataloader, self.validation_loaders = build_loaders(
             self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
         )
-        self.require_access()
+        self.create_dump_folder()
 
         self.build_model()
         resume_point = self.find_resume_point(held)
@@ -173,16 +174,19 @@ class Trainer:
         self.mesh = Mesh(self.device, self.parallel_dims, self.build_replicas(config))
         self.gloo_group = gloo_group(self.device, config.comm.init_timeout_seconds)
 
-    def require_access(self) -> None:
-        """Open the ``storage`` of the checkpoints. Raise an error if it or the dump folder cannot be written."""
-        # After the checks of the config and the data, so that a rejected run leaves no folder behind.
-        label = f"job.dump_folder = {self.config.job.dump_folder!r}"
-        on_all_ranks(partial(require_folder, self.folder, label), self.gloo_group)
+    def open_storage(self) -> None:
+        """Open the ``storage`` of the checkpoints. Raise an error if it cannot be written; nothing is left there."""
         self.storage = checkpoint_storage(self.config)
         if self.config.checkpoint.enable:
             # Nodes may have different credentials.
             is_first_of_node = env_int("LOCAL_RANK", 0) == 0
             on_all_ranks(lambda: self.storage.check_access() if is_first_of_node else None, self.gloo_group)
+
+    def create_dump_folder(self) -> None:
+        """Create the dump folder, or raise an error if it cannot be written."""
+        # After the checks of the config and the data, so that a rejected run leaves no folder behind.
+        label = f"job.dump_folder = {self.config.job.dump_folder!r}"
+        on_all_ranks(partial(require_folder, self.folder, label), self.gloo_group)
 
     def build_model(self) -> None:
         """Build the parallelized ``model``, whose parameters have memory and no values yet."""

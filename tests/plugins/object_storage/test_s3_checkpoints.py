@@ -196,6 +196,17 @@ def test_storage_that_cannot_be_used_is_an_error_before_training(
     assert "training begins" not in run.output()
 
 
+def test_bucket_that_cannot_be_written_is_an_error_before_text_is_tokenized(
+    proxy: S3Faults, bucket: str, tmp_path: Path
+) -> None:
+    proxy.fail("denied", "PUT")
+    hook = partial(short_pauses, proxy.environment)
+    run = ForkedRun(tmp_path, "--checkpoint.folder", f"s3://{bucket}/run", hook=hook, ranks=1)
+    assert run.wait() == [2], run.output()
+    assert "access is denied" in run.output()
+    assert "tokens in the cache" not in run.output()  # tokenizing may take hours
+
+
 def use_tiny() -> None:
     """A hook that lets a command know the model of forked runs."""
     patch("torchtrain.models.model_config.flavor_config", lambda *_: TINY).start()

@@ -136,9 +136,9 @@ class ReplicaTrainer(Trainer):
     def config_of_run(self) -> JobConfig:
         return super().config_of_run() if self.group.is_leader else self.config
 
-    def require_access(self) -> None:
+    def create_dump_folder(self) -> None:
         """Also reads, before the model is built, which other replicas live."""
-        super().require_access()
+        super().create_dump_folder()
         if not self.storage.keeps_notes:
             logger.warning(
                 "replicas: %s keeps no notes (CheckpointStorage.write_note), by which a replica that starts knows that "
