@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import sentencepiece
 import torch
+from captured_log import captured_log
 from data_samples import DOCUMENTS, TOKENIZER, write_jsonl, write_tokens
 from forked_command import checked_command
 from forked_run import ForkedRun, finish, read_metrics
@@ -39,6 +40,7 @@ from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.metrics.run_description import warn_about_validation
 from torchtrain.metrics.validation import Validator, results_of
 from torchtrain.trainer import Trainer
 
@@ -312,6 +314,16 @@ def raises_data_error(config: JobConfig) -> bool:
     except DataError as error:
         return "has no text in its 1 document" in str(error)
     return False
+
+
+def test_data_that_are_named_in_vain_are_a_warning() -> None:
+    named = JobConfig(validation=ValidationConfig(path="texts.jsonl"))
+    with captured_log() as log:
+        warn_about_validation(JobConfig())
+        warn_about_validation(replace(named, validation=replace(named.validation, enable=True)))
+        assert log == []
+        warn_about_validation(named)
+    assert "[validation] names data, and validation.enable is false" in "".join(log)
 
 
 def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Path) -> None:

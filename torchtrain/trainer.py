@@ -71,7 +71,7 @@ from torchtrain.metrics.history import validation_losses
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.results import log_results, run_results
-from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints
+from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints, warn_about_validation
 from torchtrain.metrics.step_hook import StepHooks
 from torchtrain.metrics.validation import (
     ValidationContext,
@@ -417,6 +417,7 @@ class Trainer:
         """
         self.prepare_dump_folder()
         self.description.log()
+        warn_about_validation(self.config)
         warn_about_checkpoints(self.config, self.model_config, self.start_step)
         steps = self.config.training.steps
         missed_validation = self.misses_validation()

@@ -270,6 +270,16 @@ def most_checkpoints(config: JobConfig, start_step: int) -> int:
     return kept + 1
 
 
+def warn_about_validation(config: JobConfig) -> None:
+    """Warn if data to validate on are named in vain."""
+    options = config.validation
+    if not options.enable and (options.sources or options.is_set):
+        logger.warning(
+            "[validation] names data, and validation.enable is false: the model is not validated on them; set "
+            "validation.enable = true"
+        )
+
+
 def warn_about_checkpoints(config: JobConfig, model: DecoderConfig, start_step: int) -> None:
     """Warn if the disk has too little room for the checkpoints."""
     options = config.checkpoint
