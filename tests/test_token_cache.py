@@ -484,6 +484,25 @@ def test_error_of_a_rank_ends_all(gloo: GlooPool, text: str, cache: Path) -> Non
     assert re.fullmatch(r"2: rank 1 on host \S+: it is damaged", errors[0])
 
 
+def lose_a_record(text: str, cache: str) -> str:
+    write = tokenize_text._write_shard
+
+    def write_and_lose(*arguments: Any) -> int:
+        tokens = write(*arguments)
+        if arguments[-1] == 1:
+            next(Path(cache).glob("tokens/*/shard-00001.json")).unlink()
+        return tokens
+
+    with patch.object(tokenize_text, "_write_shard", write_and_lose), patch.object(token_cache, "VISIBLE_SECONDS", 0):
+        return outcome(text, cache)
+
+
+def test_shard_that_is_lost_after_it_was_written_ends_all(gloo: GlooPool, text: str, cache: Path) -> None:
+    errors = gloo.run(2, lose_a_record, text, str(cache))
+    assert errors[0] == errors[1]
+    assert "lacks what was just written, or it is damaged: its disk does not keep it" in errors[0]
+
+
 # Small text
 
 

@@ -292,6 +292,8 @@ class TextInput(SourceType):
     """Size of each shard, in bytes or another unit, for the progress."""
     files: Sequence[str] = ()
     """Path or URL of each file, if the text is in files."""
+    options: str = ""
+    """The options that select the documents of its content."""
 
     @abstractmethod
     def identify(self) -> Identity:
@@ -302,7 +304,7 @@ class TextInput(SourceType):
         return SourceSize()
 
     def cache_key(self) -> str:
-        """A text that differs if the documents may: by default the identity."""
+        """A text that differs if the content may: by default the identity."""
         return self.identify().text
 
     @abstractmethod

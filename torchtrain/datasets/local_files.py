@@ -138,7 +138,7 @@ def identity_and_key(files: Sequence[Path], verify_bytes: float) -> tuple[Identi
     them the change time of the inode, which users cannot set.
     """
     identity = identify(files, verify_bytes)
-    is_hashed = sum(file.size for file in identity.files.files) <= verify_bytes and len(files) <= MAX_FILES
+    is_hashed = sum(path.stat().st_size for path in files) <= verify_bytes
     kinds = [kind_of(file.name) for file in files]
     return identity, repr((identity.text, kinds, None if is_hashed else _stats(files)))
 

@@ -160,7 +160,7 @@ class TextFiles(TextInput):
         column: the column that contains the text.
         name: name for messages.
         identify: returns the identity of the files.
-        key: a text for ``cache_key``, besides the options here; "": the identity.
+        key: the ``cache_key``; "": the identity.
         identity_now: returns the text of the identity of what is found now, which is compared after all is read; None:
             each file is compared after it is read (``hash_of_range``).
         on_not_utf8: called if a file is not UTF-8, before this is raised; it may raise an error that names all of them.
@@ -182,6 +182,7 @@ class TextFiles(TextInput):
         self.name = name
         self.files = [file.location for file in files]
         self._files = files
+        self.options = f"text_column = {column!r}, skip_not_utf8 = {skip_not_utf8}"
         self._column = column
         self._identify = identify
         self._key = key
@@ -196,7 +197,7 @@ class TextFiles(TextInput):
         return self._identify()
 
     def cache_key(self) -> str:
-        return repr((self._key or self.identify().text, self._column, self._skip_not_utf8))
+        return self._key or self.identify().text
 
     def content_hash(self, shard: int) -> str:
         splits = self._shards[shard]

@@ -30,7 +30,8 @@ T = TypeVar("T")
 
 WAY_OUT = f"Make room, or name another folder by {VARIABLE}"
 RULES = 1  # version of how text becomes tokens: increase it if the same text becomes other documents
-POLL_SECONDS = 0.5  # between looks for the manifest that another process writes
+POLL_SECONDS = 0.5  # between looks for what another host has written
+VISIBLE_SECONDS = 120  # until a file system shows it
 
 
 def tokenized(
@@ -50,15 +51,17 @@ def tokenized(
         StorageError: the file system does not respond.
     """
     folder = tokens_folder(text, tokenizer)
-    open_folder = partial(_open, folder, text, tokenizer, verify_bytes)
-    opened = _on_all(partial(open_folder, warn=True), group)
+    open_cached = partial(_open, folder, text, tokenizer, verify_bytes)
+    opened = _on_all(partial(open_cached, warn=True), group)
     if group is not None and not all(gather_from_all_ranks(lambda: opened is not None, group)):
         opened = None
     if opened is None:
         rank, ranks = (0, 1) if group is None else _share(folder, group)
         with ExitStack() as stack:
-            _on_all(partial(_prepare_folder, folder, text.name, open_folder, stack) if rank == 0 else _nothing, group)
-            opened = _on_all(partial(_tokenize, folder, text, tokenizer, rank, ranks, open_folder), group)
+            _on_all(partial(_prepare_folder, folder, text.name, open_cached, stack) if rank == 0 else _nothing, group)
+            _on_all(partial(_write_share, folder, text, tokenizer, rank, ranks, open_cached), group)
+            _on_all(partial(_finish, folder, text, tokenizer) if rank == 0 else _nothing, group)
+            opened = _on_all(partial(_open_written, folder, open_cached), group)
     return opened
 
 
@@ -89,7 +92,7 @@ def _nothing() -> None:
 
 def tokens_folder(text: TextInput, tokenizer: Tokenizer) -> Path:
     """The folder of the cache for the tokens of ``text``: by its content, the tokenizer and the rules."""
-    key = repr((RULES, text.cache_key(), tokenizer.content_hash))
+    key = repr((RULES, text.cache_key(), text.options, tokenizer.content_hash))
     return tokens_root() / xxhash.xxh3_128_hexdigest(key.encode())
 
 
@@ -116,7 +119,7 @@ def _open(
         return None
 
 
-class _OpenFolder(Protocol):
+class _OpenCached(Protocol):
     """``_open`` with its first arguments."""
 
     def __call__(self, *, warn: bool = False) -> TokenDataset | None: ...
@@ -149,7 +152,7 @@ def _share(folder: Path, group: dist.ProcessGroup) -> tuple[int, int]:
     return same.index(rank), len(same)
 
 
-def _prepare_folder(folder: Path, name: str, open_folder: _OpenFolder, stack: ExitStack) -> None:
+def _prepare_folder(folder: Path, name: str, open_cached: _OpenCached, stack: ExitStack) -> None:
     """Lock the folder, so that one run at a time writes it, and remove it if it is damaged."""
 
     def on_wait() -> None:
@@ -157,25 +160,41 @@ def _prepare_folder(folder: Path, name: str, open_folder: _OpenFolder, stack: Ex
 
     with output_errors(str(folder.parent), WAY_OUT):
         stack.enter_context(locked(lock_file(folder), on_wait))
-        if (folder / MANIFEST).exists() and open_folder() is None:
+        if (folder / MANIFEST).exists() and open_cached() is None:
             shutil.rmtree(folder)
         folder.mkdir(exist_ok=True)
 
 
-def _tokenize(
-    folder: Path, text: TextInput, tokenizer: Tokenizer, rank: int, ranks: int, open_folder: _OpenFolder
-) -> TokenDataset:
-    """Tokenize the share of ``rank`` of ``ranks``, and wait for the others."""
-    opened = open_folder()  # another run may have written it
-    if opened is not None:
-        return opened
+def _write_share(
+    folder: Path, text: TextInput, tokenizer: Tokenizer, rank: int, ranks: int, open_cached: _OpenCached
+) -> None:
+    """Tokenize the share of ``rank`` of ``ranks``, unless another run has written the tokens."""
+    if open_cached() is None:
+        tokenize(text, tokenizer, LocalFolder(folder), cores_of_process(), WAY_OUT, rank=rank, world_size=ranks)
+
+
+def _finish(folder: Path, text: TextInput, tokenizer: Tokenizer) -> None:
+    """Write the manifest, after all ranks have written their shares."""
     output = LocalFolder(folder)
-    manifest = tokenize(text, tokenizer, output, cores_of_process(), WAY_OUT, rank=rank, world_size=ranks)
-    is_complete = manifest is not None
-    while not is_complete:
-        time.sleep(POLL_SECONDS)
-        is_complete = MANIFEST in output.sizes() if rank else finish(text, tokenizer, output, WAY_OUT) is not None
-    opened = open_folder(warn=True)
+    _wait_for(lambda: finish(text, tokenizer, output, WAY_OUT) is not None, folder)
+
+
+def _open_written(folder: Path, open_cached: _OpenCached) -> TokenDataset:
+    _wait_for((folder / MANIFEST).exists, folder)
+    opened = open_cached(warn=True)
     if opened is None:
-        raise StorageError(f"{folder} is damaged although it was just written: its disk does not keep what is written")
+        raise _not_kept(folder)
     return opened
+
+
+def _wait_for(is_visible: Callable[[], bool], folder: Path) -> None:
+    """Wait until this host sees what others have written; StorageError after ``VISIBLE_SECONDS``."""
+    ends = time.monotonic() + VISIBLE_SECONDS
+    while not is_visible():
+        if time.monotonic() > ends:
+            raise _not_kept(folder)
+        time.sleep(POLL_SECONDS)
+
+
+def _not_kept(folder: Path) -> StorageError:
+    return StorageError(f"{folder} lacks what was just written, or it is damaged: its disk does not keep it")

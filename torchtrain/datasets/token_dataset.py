@@ -44,6 +44,8 @@ from torchtrain.logging import logger
 Integers = npt.NDArray[np.int64]
 Interval = tuple[int, int]
 """First token, and number of tokens."""
+Span = tuple[int, int]
+"""First token, and the one after the last."""
 
 _INDEXES_AT_ONCE = 64  # shards whose indexes are requested together from an object store
 
@@ -199,8 +201,8 @@ class TokenDataset(DataSource):
             starts, ends = starts[is_own], ends[is_own]
         return np.cumsum([0, *(ends - starts)], dtype=np.int64)
 
-    def excluded(self, exclude: Exclusions) -> list[Interval]:
-        """Start and end, in tokens of the folder, of each document that ``exclude`` names."""
+    def excluded(self, exclude: Exclusions) -> list[Span]:
+        """Where each document is in the folder that ``exclude`` names."""
         if not exclude.texts:
             return []
         wanted = {(int(name[:16], 16), int(name[16:], 16)) for name in exclude.texts}

@@ -265,6 +265,8 @@ class TokenManifest:
     """Identity of the text."""
     shard_count: int
     """Number of shards, also before they are written."""
+    options: str = ""
+    """``TextInput.options``."""
     shards: tuple[Shard, ...] = ()
     format: Literal[2] = _FORMAT
 

@@ -128,7 +128,7 @@ def _names(text: TextInput) -> list[str]:
 def _plan(text: TextInput, tokenizer: Tokenizer) -> TokenManifest:
     """The manifest without shards."""
     fields = tokenizer.content_hash, tokenizer.vocab_size, text.name, text.identify().text
-    return TokenManifest(*fields, shard_count=len(text.shard_sizes))
+    return TokenManifest(*fields, shard_count=len(text.shard_sizes), options=text.options)
 
 
 def _begin(output: DataFolder, plan: TokenManifest, *, alone: bool) -> bool:
@@ -146,15 +146,6 @@ def _begin(output: DataFolder, plan: TokenManifest, *, alone: bool) -> bool:
             return True
         raise
     _require_same(plan, found, output)
-    if found.shard_count != plan.shard_count:  # as with another data.skip_not_utf8
-        if not alone:
-            raise DataError(
-                f"{output.location} was begun with other options, which make {found.shard_count} shards "
-                f"of the data, not {plan.shard_count}: remove it, or name another folder"
-            )
-        output.remove(name for name in sizes if name.startswith("shard-"))
-        output.remove([UNFINISHED])
-        output.create(UNFINISHED, _as_json(plan))
     if alone:
         output.remove(name for name in sizes if name.endswith(".partial"))  # left by a killed process
     return False
@@ -227,6 +218,11 @@ def _require_same(plan: TokenManifest, found: TokenManifest, output: DataFolder)
     # One of them may lack the hash of all content, which comes last: it depends on data.verify_gib.
     if current != saved and not (saved and current.startswith(f"{saved}, ")):
         raise _other_data(plan, found.source, output)
+    if (found.options, found.shard_count) != (plan.options, plan.shard_count):
+        raise DataError(
+            f"{output.location} was begun with other options ({found.options}, {found.shard_count} shards; now "
+            f"{plan.options}, {plan.shard_count} shards); use an empty folder"
+        )
 
 
 def _other_data(plan: TokenManifest, source: str, output: DataFolder) -> DataError:

@@ -377,18 +377,21 @@ def test_closed_file_keeps_no_block_in_memory() -> None:
     assert cache._fetch_block_cached.cache_info().currsize == 0
 
 
-def test_tokenizing_that_continues_with_another_division_begins_again(memory: MemoryFileSystem, tmp_path: Path) -> None:
-    """Files are not split where those that are not UTF-8 are skipped; records of objects have no hash of the input."""
-    lines = "".join(json.dumps({"text": f"document {n} " + "words " * 12}) + "\n" for n in range(16_000))
-    memory.pipe_file("/texts/a.jsonl", lines.encode())
+def test_tokenizing_does_not_continue_with_other_options(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    """Records of objects have no hash of the input. A folder is of one column, also when it is complete."""
+    documents = ({"text": f"document {n} " + "words " * 12, "title": f"title {n}"} for n in range(16_000))
+    memory.pipe_file("/texts/a.jsonl", "".join(json.dumps(document) + "\n" for document in documents).encode())
     source, folder = SourceConfig(path="memory://texts/a.jsonl"), tmp_path / "out"
     assert tokenize(source, folder, 0, 2) is None
-    changed = replace(source, skip_not_utf8=True)
-    with pytest.raises(DataError, match=r"was begun with other options, which make \d+ shards of the data, not 1"):
-        tokenize(changed, folder, 1, 2)
-    manifest = tokenize(changed, folder)
+    error = r"was begun with other options \(text_column = 'text', skip_not_utf8 = False, \d+ shards; now "
+    for changed in (replace(source, skip_not_utf8=True), replace(source, text_column="title")):
+        with pytest.raises(DataError, match=error):
+            tokenize(changed, folder, 1, 2)
+    manifest = tokenize(source, folder)
     assert manifest is not None
     assert sum(shard.documents for shard in manifest.shards) == 16_000
+    with pytest.raises(DataError, match=error):
+        tokenize(replace(source, text_column="title"), folder)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.txt"])
