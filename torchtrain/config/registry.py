@@ -166,8 +166,8 @@ DATA_SOURCES = Registry(
     {
         "files": "torchtrain.datasets.builtin_sources:Files",
         "standard_library": "torchtrain.datasets.builtin_sources:StandardLibrary",
-        "standard_library_docs": "torchtrain.datasets.builtin_sources:StandardLibraryDocs",
-        "standard_library_prose": "torchtrain.datasets.builtin_sources:StandardLibraryProse",
+        "standard_library_docs": "torchtrain.datasets.builtin_sources:StandardLibrary",
+        "standard_library_prose": "torchtrain.datasets.builtin_sources:StandardLibrary",
     },
     {"remote_files": _REMOTE, "hub": _REMOTE},
 )

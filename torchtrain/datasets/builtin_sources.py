@@ -12,7 +12,7 @@ from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.cache_folder import require_outside
 from torchtrain.datasets.data_source import DataSource, SourceContext, SourceType, TextInput
 from torchtrain.datasets.local_files import open_text_files, require_utf8_files
-from torchtrain.datasets.standard_library import standard_library, standard_library_docs, standard_library_prose
+from torchtrain.datasets.standard_library import STANDARD_LIBRARY
 from torchtrain.datasets.text_input import TextFiles
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.token_folder import UNFINISHED, is_token_folder, open_folder
@@ -49,7 +49,7 @@ class Files(SourceType):
     def _open_text(cls, config: SourceConfig, context: SourceContext) -> TextFiles:
         for path in filter(os.path.isdir, config.paths):
             require_outside(path)
-        opened = partial(
+        open_files = partial(
             open_text_files,
             config.paths,
             config.text_column,
@@ -58,31 +58,15 @@ class Files(SourceType):
             split=config.split,
             skip_not_utf8=config.skip_not_utf8,
         )
-        return with_retries(opened, Path(config.paths[0]))
+        return with_retries(open_files, Path(config.paths[0]))
 
 
 class StandardLibrary(SourceType):
-    """data.type = "standard_library": the source code of the Python standard library."""
+    """The types of ``STANDARD_LIBRARY``."""
 
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003
-        return standard_library()
-
-
-class StandardLibraryDocs(SourceType):
-    """data.type = "standard_library_docs": the docstrings of the Python standard library."""
-
-    @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003
-        return standard_library_docs()
-
-
-class StandardLibraryProse(SourceType):
-    """data.type = "standard_library_prose": the English sentences in its docstrings and in pydoc's pages."""
-
-    @classmethod
-    def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003
-        return standard_library_prose()
+        return STANDARD_LIBRARY[config.source_type]()
 
 
 def has_tokens(config: SourceConfig, context: SourceContext) -> bool:

@@ -75,3 +75,11 @@ def standard_library_files() -> list[Path]:
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
         files += [path for path in paths if path.is_file() and not path.is_symlink()]
     return files
+
+
+STANDARD_LIBRARY = {
+    "standard_library": standard_library,
+    "standard_library_docs": standard_library_docs,
+    "standard_library_prose": standard_library_prose,
+}
+"""The texts by ``data.type``."""

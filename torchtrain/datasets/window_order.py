@@ -28,7 +28,8 @@ def power_of_two(number: int) -> int:
 def block_size(targets: int, longest: int) -> int:
     """Tokens of a block, for data of ``targets`` tokens and windows of up to ``longest`` tokens: a power of two."""
     room = min(targets // (_LEAST_GROUPS * LEAST_BLOCKS_OF_A_GROUP), _LARGEST_BLOCK)
-    return max(power_of_two(max(longest, -(-targets // _MOST_BLOCKS))), power_of_two(room + 1) // 2)
+    largest = (1 << room.bit_length()) // 2  # the largest power of two up to room
+    return max(power_of_two(max(longest, -(-targets // _MOST_BLOCKS))), largest)
 
 
 class WindowOrder:
