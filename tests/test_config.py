@@ -162,8 +162,11 @@ def test_suggestions_for_a_missing_file_are_train_configs(
     Path("pyproject.toml").write_text('[project]\nname = "x"\n')
     Path("cut.toml").write_text("[training")
     Path("mine.toml").write_text("[training]\nsteps = 3\n")
-    with pytest.raises(ConfigError, match=r"is not a file; there are .*smollm3_3b_stages.toml, mine.toml \(looked for"):
+    with pytest.raises(ConfigError, match=r"is not a file \(looked for /.*\)\. There are:\n") as error:
         from_file(name)
+    own, mine = str(error.value).splitlines()[1:]  # each folder once
+    assert own.startswith(f"  in {CONFIGS[0].parent}: continue_hf.toml, debug_english.toml, ")
+    assert mine == "  in the working folder: mine.toml"
     with pytest.raises(ConfigError, match=r"did you mean '.*train_configs/llama3_8b.toml'"):
         from_file("llama3-8b.toml")
 
@@ -204,7 +207,7 @@ def test_every_other_path_option_rejects_urls() -> None:
 
 
 def test_missing_file_error_suggests_the_closest_name() -> None:
-    with pytest.raises(ConfigError, match=r"is not a file; did you mean '.*debug_model.toml'\? \(looked for /"):
+    with pytest.raises(ConfigError, match=r"is not a file \(looked for /.*\); did you mean '.*debug_model.toml'"):
         from_file(str(CONFIGS[0].parent / "debugmodel.toml"))
 
 

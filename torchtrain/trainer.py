@@ -33,7 +33,7 @@ from torchtrain.checkpoint.weights import (
     saved_config,
     with_longest_context,
 )
-from torchtrain.config.parse import to_toml, train_configs
+from torchtrain.config.parse import by_folder, to_toml, train_configs
 from torchtrain.config.registry import EXPORTERS, STEP_HOOKS
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import DataConfig, JobConfig, ModelConfig, SourceConfig, TrainingConfig
@@ -809,8 +809,8 @@ def require_choice(config: JobConfig) -> None:
     """Raise ConfigError where nothing says what to train: nobody wants a run of the defaults alone."""
     if not config.job.config_file and config.model == ModelConfig() and config.training == TrainingConfig():
         raise ConfigError(
-            f"nothing says what to train: name a config by --job.config_file, such as {', '.join(train_configs())}, or "
-            "set options of [model] and [training]. ./run_llama_train.sh takes train_configs/debug_model.toml"
+            "nothing says what to train: name a config by --job.config_file, or set options of [model] and [training]; "
+            f"./run_llama_train.sh takes debug_model.toml. There are:\n{by_folder(train_configs())}"
         )
 
 

@@ -174,7 +174,7 @@ def from_words(hint: Any, words: Sequence[str], name: str) -> Any:
 def unknown_option(word: str, name: str, known: Iterable[str]) -> str:
     """The error message about an option of the command line that does not exist."""
     if not word.startswith("--"):
-        return f"{word!r} is not an option: options are named --SECTION.OPTION"
+        return f"{word!r} is not an option: options are named --SECTION.OPTION; see --help"
     if about := about_option(name):
         return f"--{name} is not a known option: {about}"
     section, dot, rest = name.partition(".")
@@ -183,7 +183,7 @@ def unknown_option(word: str, name: str, known: Iterable[str]) -> str:
         last_words = {key: option for option in known for key in (option.rpartition(".")[2], option.replace(".", "_"))}
         near = difflib.get_close_matches(name, last_words, n=1)
         hint = f"; did you mean '--{last_words[near[0]]}'?" if near else ""
-        return f"{word} is not a known option: options are named --SECTION.OPTION{hint}"
+        return f"{word} is not a known option: options are named --SECTION.OPTION{hint or '; see --help'}"
     if section in CONFIG_SECTIONS.of_plugins and section not in sections:
         return f"{name} needs the plugin {CONFIG_SECTIONS.of_plugins[section]}, which is not installed"
     if section == "stages":
@@ -291,18 +291,24 @@ def from_file(path: str, *, checked: bool = True) -> JobConfig:
     return from_text(read_text(path), path, checked=checked)
 
 
-def read_text(path: str) -> str:
-    """The text of the config file ``path``, also a URL. Raises ConfigError if there is none, or if it is not UTF-8."""
+def read_text(path: str, option: str = "job.config_file") -> str:
+    """The text of the config file ``path``, also a URL, which is the value of ``option``.
+
+    Raises:
+        ConfigError: there is no such file, or it is not UTF-8.
+    """
     try:
-        return read_file(local_copy(path, "job.config_file")).decode(
-            "utf-8-sig"
-        )  # editors on Windows may add a byte order mark
+        data = read_file(local_copy(path, option))
+        return data.decode("utf-8-sig")  # editors on Windows may add a byte order mark
     except MISSING:
-        configs = {Path(file).stem: file for file in [*train_configs(), *_configs_in(Path(path).parent)]}
-        near = difflib.get_close_matches(Path(path).stem, configs, n=1)
-        hint = f"did you mean {configs[near[0]]!r}?" if near else f"there are {', '.join(configs.values()) or 'none'}"
-        looked = f"(looked for {Path(path).absolute()})"
-        raise ConfigError(f"job.config_file = {path!r} is not a file; {hint} {looked}") from None
+        message = f"{option} = {path!r} is not a file (looked for {Path(path).absolute()})"
+        files = [*train_configs(), *_configs_in(Path(path).parent)] if option == "job.config_file" else []
+        configs = {Path(file).stem: file for file in files}
+        if near := closest(Path(path).stem, configs):
+            message += f"; did you mean {configs[near]!r}?"
+        elif configs:
+            message += f". There are:\n{by_folder(configs.values())}"
+        raise ConfigError(message) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from None
 
@@ -364,6 +370,18 @@ def train_configs() -> list[str]:
     with suppress(ValueError, OSError):
         folder = folder.relative_to(Path.cwd())
     return _configs_in(folder)
+
+
+def by_folder(files: Iterable[str]) -> str:
+    """The names of ``files``, a line for each folder."""
+    names: dict[Path, list[str]] = {}
+    for file in files:
+        names.setdefault(Path(file).parent, []).append(Path(file).name)
+    here = Path()
+    return "\n".join(
+        f"  in {'the working folder' if folder == here else folder}: {', '.join(found)}"
+        for folder, found in names.items()
+    )
 
 
 def _configs_in(folder: Path) -> list[str]:
@@ -465,7 +483,9 @@ def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
     if origin is Literal:
         if value not in arguments or isinstance(value, bool):
             choices = ", ".join(repr(choice) for choice in arguments)
-            raise ConfigError(f"{name} = {value!r} must be one of {choices}{did_you_mean(str(value), arguments)}")
+            near = closest(str(value), map(str, arguments))
+            hint = f"; did you mean {near!r}?" if near else ""
+            raise ConfigError(f"{name} = {value!r} must be one of {choices}{hint}")
         return value
     if origin is tuple:
         if not isinstance(value, list):
@@ -487,8 +507,15 @@ def convert(hint: Any, value: Any, name: str, checked: bool = True) -> Any:
 def did_you_mean(word: str, choices: Iterable[Any], prefix: str = "") -> str:
     """'; did you mean ...?' with the closest of ``choices``, or the list of all choices if none is close."""
     strings = [str(choice) for choice in choices]
-    near = difflib.get_close_matches(word, strings, n=1)
-    return f"; did you mean {prefix + near[0]!r}?" if near else f"; there are {', '.join(strings) or 'none'}"
+    near = closest(word, strings)
+    return f"; did you mean {prefix + near!r}?" if near else f"; there are {', '.join(strings) or 'none'}"
+
+
+def closest(word: str, choices: Iterable[str]) -> str:
+    """The first of ``choices`` that begins with ``word``, or else the one most like it; '' if none is close."""
+    strings = list(choices)
+    longer = [choice for choice in strings if word and choice.startswith(word)]
+    return next(iter(longer or difflib.get_close_matches(word, strings, n=1)), "")
 
 
 def options_named(key: str) -> list[str]:
