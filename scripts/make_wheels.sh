@@ -20,7 +20,7 @@ pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: -
   --python-version "${PYTHON_VERSION:-3.12}" --implementation cp \
   --platform "manylinux_2_28_$processor" --platform "manylinux_2_17_$processor" --platform "manylinux2014_$processor" \
   --constraint constraints.txt \
-  tomli tomli-w tyro docstring-parser typeguard xxhash psutil pytest-timeout torchao "${replicas[@]}"
+  tomli tomli-w xxhash psutil pytest-timeout torchao "${replicas[@]}"
 ls -l "$folder"
 bytes=$(cat "$folder"/*.whl | wc -c)
 echo "$bytes bytes"

@@ -138,7 +138,7 @@ LISTED = {
     "test_compare.py runs a similar command",
     "python -m torchtrain.compare outputs/debug_model --against debug_model_hf": "needs transformers; "
     "test_compare.py runs a similar command",
-    "python -m torchtrain.explain outputs/my_texts --step 24 --top 1 --exclude-to list.jsonl": (
+    "python -m torchtrain.explain outputs/my_texts --step 24 --top 1 --exclude_to list.jsonl": (
         "needs a run of other options; tests/plugins/explain/test_explain.py runs its like"
     ),
     "python -m torchtrain.train --job.config_file my_texts.toml --data.exclude list.jsonl --job.dump_folder "

@@ -214,23 +214,6 @@ def test_help_of_each_command_fits_80_columns() -> None:
     assert "\n    python -m torchtrain.explain RUN --step N\n" in screen
 
 
-@pytest.mark.parametrize(
-    ("variables", "is_colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
-)
-def test_errors_of_a_command_are_colored_only_where_the_terminal_shows_it(
-    variables: dict[str, str], is_colored: bool
-) -> None:
-    """In a process of its own, because tyro reads its options when it is imported."""
-    terminal = Terminal(80, **variables)
-    environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "TERM", "CI")}
-    environment |= {"TERM": "xterm-256color", **variables}
-    script = [sys.executable, "-m", "torchtrain.generate", "--no_such_option"]
-    subprocess.run(script, env=environment, stdout=terminal.slave, stderr=terminal.slave, check=False)
-    screen = terminal.close_raw()
-    assert "checkpoint" in screen
-    assert ("\x1b" in screen) is is_colored
-
-
 def test_first_line_is_logged_before_torch_is_imported() -> None:
     found = subprocess.run([sys.executable, "-c", PREPARE_IMPORTS], capture_output=True, text=True, check=True)
     assert found.stdout == "False outputs/debug_model\n"

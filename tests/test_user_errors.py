@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import tomli
@@ -25,6 +27,7 @@ from torchtrain.checkpoint.format import FileRecord, manifest_bytes, read_manife
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import find_checkpoint
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.parse import config_file, from_file, parse
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import SourceConfig
@@ -384,6 +387,102 @@ def test_check_rejects_what_would_end_the_run(tmp_path: Path, options: list[str]
     found = check(f"--job.dump_folder={tmp_path}/run", *given, ranks=ranks)
     assert (found.returncode, "Traceback" in found.stderr) == (2, False), found.stderr
     assert message in found.stderr.partition("error: ")[2]
+
+
+COMMAND_ERRORS = [
+    ("generate run --prompt a --max_new_tokens many", "--max_new_tokens = 'many' must be an integer"),
+    ("generate run --prompt a --temperature hot", "--temperature = 'hot' must be a number"),
+    ("generate run --prompt a --max_new_tokens", "--max_new_tokens needs one value, and has none"),
+    ("generate run --promt a", "--promt is not a known option; did you mean '--prompt'?"),
+    ("generate run --prompt a -n 3", "-n is not a known option: options are named --OPTION; see --help"),
+    (
+        "generate --prompt a",
+        "generate needs CHECKPOINT: python -m torchtrain.generate CHECKPOINT [--OPTION VALUE ...]; see --help",
+    ),
+    (
+        "perplexity",
+        "perplexity needs CHECKPOINT and FILES: python -m torchtrain.perplexity CHECKPOINT FILES ... "
+        "[--OPTION VALUE ...]; see --help",
+    ),
+    ("perplexity run a.txt --json=maybe", "--json = 'maybe' must be true or false"),
+    ("perplexity run a.txt --seq_len 0", "--seq_len = 0 must be at least 1"),
+    (
+        "explain run",
+        "explain needs --step INTEGER: python -m torchtrain.explain RUN --step INTEGER [--OPTION VALUE ...]; see ",
+    ),
+    ("explain run --step 1 --rows 0 a", "--rows[1] = 'a' must be an integer"),
+    (
+        "explain --step 1.5 --json",
+        "the command line:\n"
+        "  explain needs RUN: python -m torchtrain.explain RUN --step INTEGER [--OPTION VALUE ...]; see --help\n"
+        "  --step = '1.5' must be an integer",
+    ),
+    (
+        "compare a b c",
+        "'c' is one argument too many of compare: python -m torchtrain.compare RUN_A [RUN_B] [--OPTION VALUE ...]; "
+        "see --help",
+    ),
+    ("convert run out --dtype float8", "--dtype = 'float8' must be one of 'bfloat16', 'float16', 'float32'"),
+    ("convert run out --to gguf", "--to = 'gguf' must be one of 'hf', 'torchtrain'"),
+    (
+        "convert_config a.toml --into b",
+        "--into is not a known option; there are --output",
+    ),
+    ("convert_config no/such", "FILE = 'no/such' is not a file (looked for "),
+    ("cache --clean", "--clean is not a known option; did you mean '--clear'?"),
+    ("cache list", "'list' is one argument too many of cache: python -m torchtrain.cache [--OPTION VALUE ...]; see "),
+    ("estimate --estimate.gpu h100", "estimate.gpu = 'h100' must be one of "),
+    ("estimate --wrong value", "--wrong is not a known option: options are named --SECTION.OPTION; see --help"),
+    ("prepare --prepare.outpt x", "--prepare.outpt is not a known option; did you mean '--prepare.output'?"),
+    ("check --wrong value", "--wrong is not a known option: options are named --SECTION.OPTION; see --help"),
+    ("train run", "'run' is not an option: options are named --SECTION.OPTION; see --help"),
+    ("launch", "torchrun: the following arguments are required: training_script"),
+    (
+        "launch --max-restarted 1 -m x",
+        "torchrun: --max-restarted is not a known option; did you mean '--max-restarts'?",
+    ),
+    (
+        "launch --max-restarts x -m x",
+        "torchrun: argument --max-restarts/--max_restarts: invalid int value: 'x'; such as",
+    ),
+    ("__main__ genrate run", "'genrate' is not a command; did you mean python -m torchtrain.generate run?"),
+    ("__main__ export", "'export' is not a command; see --help"),
+    ("__main__ --wrong", "a command is a module of its own: python -m torchtrain.COMMAND --wrong"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), COMMAND_ERRORS, ids=[line for line, _ in COMMAND_ERRORS])
+def test_every_command_rejects_wrong_arguments_by_one_message(arguments: str, message: str) -> None:
+    name, *words = arguments.split()
+    found = run_command(f"torchtrain.{name}", *words)
+    assert (found.returncode, found.stdout) == (2, "")
+    assert re.fullmatch(rf"[0-9:]{{8}} error: {re.escape(message)}[^\n]*\n", found.stderr), found.stderr
+
+
+def test_values_of_the_small_commands_are_parsed() -> None:
+    @dataclass
+    class Options:
+        files: Annotated[tuple[str, ...], POSITIONAL]
+        prompt: str | None = None
+        rows: tuple[int, ...] = ()
+        json: bool = False
+        scale: float = 1.0
+        import_: tuple[str, ...] = ()
+
+    def parsed(*words: str) -> dict[str, object]:
+        found = asdict(parse_command(Options, "generate", None, words))
+        return {key: value for key, value in found.items() if value != getattr(Options, key, None)}
+
+    # A boolean takes no file; text may begin with a dash.
+    assert parsed("--json", "a", "b", "--prompt", "-- a") == {"files": ("a", "b"), "json": True, "prompt": "-- a"}
+    assert parsed("--json", "true", "a") == {"files": ("a",), "json": True}
+    assert parsed("a", "--scale", "-2", "--rows", "1", "2") == {"files": ("a",), "scale": -2.0, "rows": (1, 2)}
+    assert parsed("a", "--import=m", "--prompt=--x y", "--rows") == {
+        "files": ("a",),
+        "import_": ("m",),
+        "prompt": "--x y",
+    }
+    assert parsed("a", "--prompt", "~/b\udcff") == {"files": ("a",), "prompt": "~/b\udcff"}  # as the shell passed it
 
 
 @pytest.mark.parametrize("module", ["train", "prepare", "convert", "generate", "estimate", "compare", "launch"])

@@ -1,6 +1,8 @@
 """List the commands: ``python -m torchtrain``."""
 
 import ast
+import difflib
+import shlex
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -25,11 +27,14 @@ def commands() -> dict[str, str]:
 def main(argv: Sequence[str]) -> int:
     """Print the list; returns the exit code of the process."""
     found = commands()
-    if argv and not argv[0].startswith("-"):
-        name = argv[0] if argv[0] in found else "COMMAND"
-        raise ConfigError(
-            f"a command is a module of its own: python -m torchtrain.{name} {' '.join(argv[1:])}".rstrip()
-        )
+    if argv and argv[0] not in ("-h", "--help"):
+        name, *arguments = argv if not argv[0].startswith("-") else ("COMMAND", *argv)
+        if name in (*found, "COMMAND"):
+            line = shlex.join([name, *arguments])
+            raise ConfigError(f"a command is a module of its own: python -m torchtrain.{line}")
+        near = difflib.get_close_matches(name, found, n=1)
+        hint = f"did you mean python -m torchtrain.{shlex.join([*near, *arguments])}?" if near else "see --help"
+        raise ConfigError(f"{name!r} is not a command; {hint}")
     column = 4 + max(map(len, found))
     lines = ["usage: python -m torchtrain.COMMAND [--help]", ""]
     for name, summary in found.items():

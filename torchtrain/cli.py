@@ -189,12 +189,6 @@ def run_command(run: Callable[[], int]) -> int:
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
-def turn_off_colors() -> None:
-    """With ``NO_COLOR``, tell tyro before its import, which does not look at it (https://no-color.org)."""
-    if os.environ.get("NO_COLOR"):
-        os.environ["PYTHON_TYRO_ANSI_CODES"] = "False"
-
-
 def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
     """Decorator for the ``main`` of a command: calls it by ``run_command``, with its argument or ``sys.argv[1:]``."""
 
@@ -203,7 +197,6 @@ def command(run: Callable[[Sequence[str]], int]) -> Callable[..., int]:
         if list(arguments) == ["--version"]:
             sys.stdout.write(f"torchtrain {__version__}\n")
             return 0
-        turn_off_colors()
         return run_command(lambda: run(arguments))
 
     main.__doc__ = run.__doc__
@@ -216,7 +209,6 @@ def plugin_command(module: str) -> Callable[..., int]:
     def main(argv: Sequence[str] | None = None) -> int:
         plugin = ".".join(module.split(".")[:3])
         found: Exception
-        turn_off_colors()
         try:
             implementation = import_module(module)
         except ModuleNotFoundError as error:

@@ -5,6 +5,7 @@ before the time limit. This command exits with the exit code of the rank that fa
 leaves SIGUSR1 to the ranks, and ignores SIGHUP under nohup.
 """
 
+import difflib
 import errno
 import logging
 import os
@@ -17,10 +18,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchtrain.cli import command, run_and_exit
-from torchtrain.errors import HangError, StorageError
+from torchtrain.errors import ConfigError, HangError, StorageError
 from torchtrain.logging import logger, ranges
 
 # Exit codes with which all ranks exit at about the same time: errors that all ranks raise, and stops (docs/faults.md).
@@ -51,7 +52,11 @@ def main(argv: Sequence[str]) -> int:
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(hide)
     parser = get_args_parser()
     parser.prog, parser.description = "python -m torchtrain.launch", (__doc__ or "").replace("``", "")
-    arguments = parser.parse_args(argv)
+    parser.error = reject_options  # type: ignore[method-assign]  # argparse would print the usage of all options
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], re.findall(r"--[a-z-]+", parser.format_usage()), n=1)
+        reject_options(f"{unknown[0]} is not a known option{f'; did you mean {near[0]!r}?' if near else ''}")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it nevertheless
         signals = [name.strip() for name in arguments.signals_to_handle.split(",")]
         arguments.signals_to_handle = ",".join(name for name in signals if name != "SIGHUP")
@@ -151,6 +156,14 @@ def terminate_remaining_ranks(number: int) -> None:
         while ranks and time.monotonic() < deadline:
             ranks = [pid for pid in ranks if os.waitpid(pid, os.WNOHANG) == (0, 0)]
             time.sleep(0.1)
+
+
+def reject_options(message: str) -> NoReturn:
+    """Raise ConfigError about options of torchrun that are missing or invalid."""
+    raise ConfigError(
+        f"torchrun: {message}; such as python -m torchtrain.launch --nproc-per-node 8 -m torchtrain.train "
+        "--job.config_file F; see --help"
+    )
 
 
 def rendezvous_address(arguments: Any) -> tuple[str, str]:

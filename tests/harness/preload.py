@@ -30,7 +30,7 @@ for name in (
 ):
     with suppress(ImportError):  # they are optional
         import_module(name)
-inspect.getsource = cache(inspect.getsource)  # tyro calls it for the option texts at each parse
+inspect.getsource = cache(inspect.getsource)  # each page of --help reads the option texts by it
 import_module("torchtrain.config.parse").parse([])
 gc.collect()
 gc.enable()

@@ -35,7 +35,7 @@ def read_exclusions(path: str) -> Exclusions:
         if not isinstance(hashed, str) or not TEXT_HASH.fullmatch(hashed):
             raise DataError(
                 f"{name}, line {number}: {line[:80]!r} is no document, an object with a text_hash of 32 digits: "
-                "torchtrain.explain writes such lines with --exclude-to"
+                "torchtrain.explain writes such lines with --exclude_to"
             )
         texts.add(hashed)
     identity = f"{len(texts):,} documents, hash {xxhash.xxh3_64_hexdigest(repr(sorted(texts)).encode())}"

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from torchtrain.cli import command
-from torchtrain.config.command_options import parse_command
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.environment import require_one_process
@@ -24,9 +22,9 @@ from torchtrain.files import require_picture, writing
 
 @dataclass(frozen=True)
 class CompareOptions:
-    run_a: Annotated[str, tyro.conf.Positional]
+    run_a: Annotated[str, POSITIONAL]
     """A run's folder, or the URL of its checkpoints. The run may still be in progress."""
-    run_b: Annotated[str, tyro.conf.Positional] = ""
+    run_b: Annotated[str, POSITIONAL] = ""
     """Another one."""
     against: LocalPath = ""
     """In place of RUN_B a Hugging Face folder: transformers' model and ours, from RUN_A's newest checkpoint, on one
@@ -35,7 +33,7 @@ class CompareOptions:
     """Print JSON."""
     picture: LocalPath = ""
     """PNG file for a picture of both losses and their difference."""
-    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    import_: tuple[str, ...] = ()
     """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:

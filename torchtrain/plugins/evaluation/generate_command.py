@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
-import tyro
-
 from torchtrain.cli import command, is_first_rank, reports_errors
-from torchtrain.config.command_options import parse_command
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
@@ -28,7 +26,7 @@ NEW_TOKENS = 128  # default maximum
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, POSITIONAL]
     """A run's folder (uses its newest checkpoint), one step-N folder in it, a URL of these, or a Hugging Face folder.
     """
     prompt: str | None = None
@@ -58,7 +56,7 @@ class GenerateOptions:
     """Device. auto: cuda if a GPU is available, otherwise cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
-    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    import_: tuple[str, ...] = ()
     """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:
@@ -78,7 +76,7 @@ class GenerateOptions:
 def main(argv: Sequence[str]) -> int:
     """Generate text, which rank 0 writes, and return the exit code of the process."""
     is_first = is_first_rank()
-    options = parse_command(GenerateOptions, "generate", __doc__, argv, console_outputs=reports_errors())
+    options = parse_command(GenerateOptions, "generate", __doc__, argv, print_help=reports_errors())
     import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.
     from torchtrain.distributed.process_group import destroy_process_group

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
 from torchtrain.cli import command, is_first_rank, reports_errors
-from torchtrain.config.command_options import parse_command
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, check_values, require, require_local
 from torchtrain.errors import ConfigError
@@ -32,10 +30,10 @@ LENGTH_MULTIPLE = 64  # of padded windows: the loss divides their length into ch
 
 @dataclass(frozen=True)
 class PerplexityOptions:
-    checkpoint: Annotated[str, tyro.conf.Positional]
+    checkpoint: Annotated[str, POSITIONAL]
     """A run's folder (uses its newest checkpoint), one step-N folder in it, a URL of these, or a Hugging Face folder.
     """
-    files: Annotated[tuple[str, ...], tyro.conf.Positional]
+    files: Annotated[tuple[str, ...], POSITIONAL]
     """Local files, folders of files, or patterns, as data.path takes them."""
     text_column: str = "text"
     """Field or column with the text, in formats that have several."""
@@ -53,7 +51,7 @@ class PerplexityOptions:
     """Device. auto: cuda if a GPU is available, otherwise cpu."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """dtype of weights and activations. auto: bfloat16 on a GPU, float32 on the CPU."""
-    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    import_: tuple[str, ...] = ()
     """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:
@@ -66,7 +64,7 @@ class PerplexityOptions:
 @command
 def main(argv: Sequence[str]) -> int:
     """Compute the loss, which rank 0 prints, and return the exit code of the process."""
-    options = parse_command(PerplexityOptions, "perplexity", __doc__, argv, console_outputs=reports_errors())
+    options = parse_command(PerplexityOptions, "perplexity", __doc__, argv, print_help=reports_errors())
     import_modules(options.import_, "--import")
     # Imported here, so that --help and rejected options do not import torch.
     from torchtrain.distributed.process_group import destroy_process_group

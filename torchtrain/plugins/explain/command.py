@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from torchtrain.cli import command
-from torchtrain.config.command_options import parse_command
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, LocalPath, check_values
 from torchtrain.environment import require_one_process
@@ -26,7 +24,7 @@ CANDIDATES = 20  # documents whose share of the gradient is computed
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    run: Annotated[str, tyro.conf.Positional]
+    run: Annotated[str, POSITIONAL]
     """A run's folder. The run may still be in progress."""
     step: int
     """The step, from 1 on."""
@@ -46,17 +44,17 @@ class ExplainOptions:
     """File for the documents that are listed, for data.exclude: a run without them."""
     without_weights: bool = False
     """List all documents in the order of the batch, without losses: only the data are read."""
-    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    import_: tuple[str, ...] = ()
     """Python modules to import first, which register components of the run."""
 
     def __post_init__(self) -> None:
         check_values(self, "--")
         if self.html and self.without_weights:
-            raise ConfigError("--html shows the losses of tokens: leave out --without-weights")
+            raise ConfigError("--html shows the losses of tokens: leave out --without_weights")
         if self.gradients and self.without_weights:
-            raise ConfigError("--gradients needs the weights: leave out --without-weights")
+            raise ConfigError("--gradients needs the weights: leave out --without_weights")
         if self.gradients and self.without_gradients:
-            raise ConfigError("--gradients and --without-gradients exclude each other: leave out one of them")
+            raise ConfigError("--gradients and --without_gradients exclude each other: leave out one of them")
         if self.html:
             require_file(self.html, "--html")
         if self.exclude_to:

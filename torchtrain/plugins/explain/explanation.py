@@ -293,7 +293,7 @@ def trainer_before(run: RunStep) -> Iterator[tuple[Trainer, Weights]]:
         raise CheckpointError(
             f"no checkpoint of the steps {first - 1} to {run.step - 1} is left, and step {run.step} is in the part of "
             f"the run that begins with step {first}: its weights cannot be restored. Its documents are listed with "
-            "--without-weights"
+            "--without_weights"
         )
     replayed = run.step - 1 - start
     same_layout = all(degree == 1 for degree in degrees_of(run.config.parallelism))

@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
-
 from torchtrain.cli import command
-from torchtrain.config.command_options import parse_command
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.parse import from_text, read_text
 from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.errors import ConfigError
@@ -23,7 +21,7 @@ from torchtrain.logging import logger
 
 @dataclass(frozen=True)
 class ConvertConfigOptions:
-    file: Annotated[str, tyro.conf.Positional]
+    file: Annotated[str, POSITIONAL]
     """TOML file of torchtitan."""
     output: LocalPath = ""
     """File to write, only if the converted config is valid. Empty: it is printed."""
@@ -43,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     from torchtrain.models.model_config import build_model_config  # not above: --help needs no PyTorch
     from torchtrain.plugins.from_torchtitan.conversion import convert_config
 
-    text = read_text(options.file)
+    text = read_text(options.file, "FILE")
     if Path(options.file).suffix == ".py":
         raise ConfigError(
             f"{options.file} is a Python config of torchtitan, which has no TOML files since 2026-02-23: this command "

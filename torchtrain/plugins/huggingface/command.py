@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import tyro
-
 from torchtrain.cli import command
-from torchtrain.config.command_options import parse_command
+from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import Count, check_values
 
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    source: Annotated[str, tyro.conf.Positional]
+    source: Annotated[str, POSITIONAL]
     """A run's folder (uses its newest checkpoint), a step-N folder in it, a URL of these, a Hugging Face folder, or a
     folder with Meta's original files (params.json and consolidated.*.pth)."""
-    target: Annotated[str, tyro.conf.Positional]
+    target: Annotated[str, POSITIONAL]
     """Folder to write, or a URL such as s3://bucket/model. It must not exist."""
     to: Literal["hf", "torchtrain"] = "hf"
     """hf: a folder that transformers can load. torchtrain: a checkpoint with only weights, to start runs from."""
@@ -32,7 +30,7 @@ class ConvertOptions:
     """Average the weights of this number of newest checkpoints of a run."""
     tokenizer_path: str = ""
     """The model's tokenizer, a file or folder, or a URL. Default: that of the checkpoint's config or in the source."""
-    import_: Annotated[tuple[str, ...], tyro.conf.arg(name="import")] = ()
+    import_: tuple[str, ...] = ()
     """Python modules to import first, which register the model of the checkpoint (docs/adding-a-model.md)."""
 
     def __post_init__(self) -> None:
