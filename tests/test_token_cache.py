@@ -579,6 +579,17 @@ def test_command_lists_what_is_in_the_cache(
     assert total.endswith(" MB in 2 folders of tokens, and 2.0 MB of packed windows")
 
 
+def test_command_shortens_names_of_folders_in_a_narrow_terminal(
+    cache: Path, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(open_text(text))
+    for width in (None, 1000, 80):
+        monkeypatch.setattr(command, "output_width", lambda width=width: width)
+        shown = run_command(capsys)[2].split()[5]
+        assert shown == (f"{folder.name[:8]}*" if width == 80 else folder.name)
+        assert list((cache / "tokens").glob(f"{shown}/")) == [folder]
+
+
 def test_command_clears_what_no_run_uses(two_texts: list[Path], cache: Path, text: str) -> None:
     windows, foreign = cache / f"windows/{'0' * 32}.npz", cache / "tokens/notes.txt"
     windows.parent.mkdir()

@@ -26,7 +26,7 @@ from torchtrain.datasets.cache_folder import (
 )
 from torchtrain.errors import DataError
 from torchtrain.files import names_in, printable
-from torchtrain.logging import counted
+from torchtrain.logging import counted, output_width
 
 NAME = re.compile("[0-9a-f]{32}")
 PROBE = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}\.\d+")
@@ -66,20 +66,31 @@ def main(argv: Sequence[str]) -> int:
 def listing() -> Iterator[str]:
     """The lines of a table of the folders of tokens, the last used first, and the total."""
     found = sorted(entries(), key=lambda entry: -entry.used)
-    rows = [("size", "last used", "tokens", "folder", "text")]
-    for entry in found:
-        day = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
-        rows.append((_megabytes(entry.size), day, entry.tokens, entry.folder.name, printable(entry.source)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if found:
         yield f"{tokens_root()}:"
-        for size, used, tokens, name, source in rows:
-            yield f"{size:>{widths[0]}}  {used:{widths[1]}}  {tokens:>{widths[2]}}  {name:{widths[3]}}  {source}"
+        names = [entry.folder.name for entry in found]
+        lines = _table(found, names)
+        if max(map(len, lines)) > (output_width() or sys.maxsize):
+            lines = _table(found, [f"{name[:8]}*" for name in names])  # a pattern for the shell
+        yield from lines
     windows = size_of(windows_root())
     total = sum(entry.size for entry in found) + windows
     packed = f", and {_megabytes(windows)} of packed windows" if windows else ""
     texts = counted(len(found), "folder")
     yield f"{cache_folder()}: {_megabytes(total)} in {texts} of tokens{packed}"
+
+
+def _table(found: Sequence[Entry], names: Sequence[str]) -> list[str]:
+    """A line for each of ``found``, below a heading; ``names``: those of their folders."""
+    rows = [("size", "last used", "tokens", "folder", "text")]
+    for entry, name in zip(found, names, strict=True):
+        day = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
+        rows.append((_megabytes(entry.size), day, entry.tokens, name, printable(entry.source)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        f"{size:>{widths[0]}}  {used:{widths[1]}}  {tokens:>{widths[2]}}  {name:{widths[3]}}  {source}"
+        for size, used, tokens, name, source in rows
+    ]
 
 
 def entries() -> Iterator[Entry]:

@@ -6,6 +6,7 @@ Only ``log_in_color`` writes escape sequences, and only to a terminal that shows
 import itertools
 import logging
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -120,6 +121,11 @@ def terminal_width() -> int | None:
         return os.get_terminal_size(sys.stderr.fileno()).columns or None
     except (AttributeError, OSError, ValueError):  # no terminal, no file, or closed
         return None
+
+
+def output_width() -> int | None:
+    """Columns of the terminal that stdout is; None if it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def message_width() -> int | None:

@@ -340,7 +340,7 @@ def test_curves_that_drift_are_distinguished_from_those_that_jump(tmp_path: Path
 
     code, report = compare(a, same)
     assert code == 0
-    assert report["logged"]["lines"][0] == "loss: 1.0e-07 apart at most, at 20 steps up to 20"
+    assert report["logged"]["lines"][0] == "loss: at most 1.0e-07 apart in 20 steps up to step 20"
     assert report["config"]["lines"] == ["changes nothing: metrics.log_freq = 10 in A, 3 in B"]
     code, report = compare(a, drift)
     assert code == 1
@@ -365,7 +365,7 @@ def test_line_with_only_a_validation_loss_is_not_a_step_of_the_curve(tmp_path: P
         add_lines(folder, {"step": 10, "validation_loss": 2.0}, {"step": 20, "validation_loss": 2.0})
     code, report = compare(a, b)
     assert code == 3, report  # too few steps
-    assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 9 steps up to 9"
+    assert report["logged"]["lines"][0] == "loss: identical in 9 steps up to step 9"
 
 
 def test_steps_before_a_restart_from_scratch_are_not_compared(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_steps_before_a_restart_from_scratch_are_not_compared(tmp_path: Path) ->
     add_lines(b, {"step": 0, "event": "start", "ranks": 1}, *repeated)
     code, report = compare(a, b)
     assert code == 3, report  # too few steps
-    assert report["logged"]["lines"][0] == "loss: 0.0e+00 apart at most, at 4 steps up to 4"
+    assert report["logged"]["lines"][0] == "loss: identical in 4 steps up to step 4"
 
 
 def test_curves_are_compared_when_the_config_does_not_fit_the_last_start(tmp_path: Path) -> None:

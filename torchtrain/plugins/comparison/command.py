@@ -18,6 +18,7 @@ from torchtrain.config.schema import LocalPath, check_values
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_picture, writing
+from torchtrain.logging import output_width, wrapped
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         text = "".join("\n  ".join([f"{title}:", *answer["lines"]]) + "\n" for title, answer in report.items())
         text += summary
+        if width := output_width():
+            text = "\n".join(wrapped(line, width) for line in text.split("\n"))
     sys.stdout.write(f"{text}\n")
     if options.picture:
         with writing(options.picture, "--picture"):

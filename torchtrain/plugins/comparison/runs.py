@@ -31,6 +31,7 @@ from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.errors import CheckpointError, ConfigError, TorchtrainError
 from torchtrain.files import is_url, json_object, names_in, read_file
+from torchtrain.logging import counted
 from torchtrain.metrics.history import UNDOING
 from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
@@ -237,7 +238,8 @@ def curves(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         beyond = next((step for step in steps if apart[step] > limit), None)
         if beyond is None:
             worst = max(apart.values())
-            line = f"{key}: {worst:.1e} apart at most, at {len(steps)} steps up to {steps[-1]}"
+            how_far = f"at most {worst:.1e} apart" if worst else "identical"
+            line = f"{key}: {how_far} in {counted(len(steps), 'step')} up to step {steps[-1]}"
             yield Finding(line, True, steps=len(steps), is_bitwise=worst == 0)
             continue
         earlier = [apart[step] for step in steps if step < beyond]
