@@ -209,7 +209,7 @@ def test_help_of_each_command_fits_80_columns() -> None:
         assert f"{name} has ended" in screen
         assert re.search(rf"^usage: python -m torchtrain\.{name} ", screen, re.MULTILINE)
     assert [line for line in screen.splitlines() if len(line) > 80] == []
-    assert [text for text in ("\x1b", "``", "STR", "None|") if text in screen] == []
+    assert [text for text in ("\x1b", "``", "STR", "None|", "\n\n\n") if text in screen] == []
     assert "  --max_new_tokens INTEGER\n      Maximum number of new tokens per prompt." in screen
     assert '  --dtype bfloat16|float16|float32  (default: "bfloat16")\n' in screen
     assert "  --top_k INTEGER  (default: 0)\n" in screen

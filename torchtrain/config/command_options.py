@@ -183,4 +183,6 @@ def command_help(options: type, prog: str, description: str, width: int) -> str:
         lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     text = " ".join(["usage:", *usage(prog, arguments)])
     head = textwrap.wrap(text, width, subsequent_indent="  ", break_on_hyphens=False)
-    return "\n".join([*head, "", *wrapped_description(description, width), *positional, "", *named])
+    if positional:
+        positional.append("")
+    return "\n".join([*head, "", *wrapped_description(description, width), *positional, *named])
