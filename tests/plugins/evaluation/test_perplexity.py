@@ -81,9 +81,9 @@ def test_plain_text_is_one_document(trained_run: Path, export: Path, files: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "perplexity needs files after the model, such as my_texts.jsonl"),
+        ([], "perplexity needs FILES: python -m torchtrain.perplexity CHECKPOINT FILES ... "),
         (["s3://bucket/texts.jsonl"], "a file of perplexity = 's3://bucket/texts.jsonl' must"),
-        (["nowhere.jsonl"], "nowhere.jsonl"),
+        (["nowhere.jsonl"], "FILES = 'nowhere.jsonl' does not exist (looked for /"),
         (["FIRST", "--seq_len", "65"], "--seq_len = 65 must be at most 64, the longest context of the model"),
         (["EMPTY"], "there are no tokens to predict; name files with text"),
     ],

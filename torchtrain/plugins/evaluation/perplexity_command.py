@@ -56,7 +56,6 @@ class PerplexityOptions:
 
     def __post_init__(self) -> None:
         check_values(self, "--")
-        require(bool(self.files), "perplexity needs files after the model, such as my_texts.jsonl; see --help")
         for file in self.files:
             require_local(file, "a file of perplexity")
 
@@ -81,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 def perplexity(trained: "TrainedModel", options: PerplexityOptions) -> dict[str, Any]:
     """The loss of ``trained`` on the files of ``options``: the mean over tokens in nats, and what follows from it."""
+    from torchtrain.datasets.data_identity import shortened
     from torchtrain.datasets.data_source import text_bytes
     from torchtrain.datasets.local_files import open_text_files
     from torchtrain.metrics.validation import perplexity_of
@@ -90,7 +90,8 @@ def perplexity(trained: "TrainedModel", options: PerplexityOptions) -> dict[str,
     require(seq_len <= longest, f"--seq_len = {seq_len} must be at most {longest}, the longest context of the model")
     tokenizer = trained.tokenizer
     begin = [token for token in (tokenizer.bos_id, tokenizer.eos_id) if token is not None][:1]
-    text_files = open_text_files(options.files, options.text_column)
+    label = f"FILES = {shortened([repr(file) for file in options.files])}"
+    text_files = open_text_files(options.files, options.text_column, label)
     total_bytes = sum(Path(file).stat().st_size for file in text_files.files)
     counts = {"documents": 0, "tokens": 0, "bytes": 0}
 
