@@ -299,7 +299,7 @@ def config_of(case: Case, sources: Sequence[SourceConfig], seed: int, steps: int
         for source, weight in zip(sources, (0.75, 0.25), strict=False)
     )
     if case.vary:
-        tables = f'[data]\npath = "{sources[0].path}"\nstreams = 1\n'
+        tables = f'[data]\npath = "{sources[0].path}"\n[remote_data]\nstreams = 1\n'
     local = min(8, case.rows // case.ranks)
     return CONFIG.format(
         seed=seed, rows=case.rows, local=local, steps=steps, interval=max(1, steps - 1), sources=tables
@@ -317,6 +317,7 @@ def find_step(config: JobConfig, case: Case, is_poisoned: Callable[[list[int], i
         rows=range(training.global_batch_size),
         seed=training.seed,
         device=torch.device("cpu"),
+        plugins=config.plugins,
     )
     counts: dict[int, int] = {}
     for step in range(1, 111 if case.rows == 8 else 41):

@@ -44,7 +44,7 @@ def planted(kind: str, choice: random.Random) -> list[PieceTokens]:
 
 
 def order(pieces: Sequence[PieceTokens]) -> list[int]:
-    scores = [combine(signals, math.nan) for signals in find_signals(pieces)]
+    scores = [combine(of, math.nan, len(piece.losses)) for of, piece in zip(find_signals(pieces), pieces, strict=True)]
     return sorted(range(len(pieces)), key=scores.__getitem__, reverse=True)
 
 
@@ -138,12 +138,16 @@ def test_scores_of_ordinary_values_are_standard_deviations_whatever_one_value_is
 
 
 def test_the_score_has_a_pull_and_the_strongest_of_what_makes_a_loss_low() -> None:
-    def score(loss: float, rarity: float, repetition: float, copies: float, pull: float = math.nan) -> float:
+    def score(
+        loss: float, rarity: float, repetition: float, copies: float, pull: float = math.nan, n: int = 10**9
+    ) -> float:
         values = {"loss": loss, "rarity": rarity, "repetition": repetition, "copies": copies}
-        return combine({name: Signal(0, 0, value) for name, value in values.items()}, pull)
+        return combine({name: Signal(0, 0, value) for name, value in values.items()}, pull, n)
 
     assert score(3, 4, -1, -1) == pytest.approx(5)
     assert score(-3, -4, 2, 1) == pytest.approx(3)
     assert score(-3, 0, 4, 2) == pytest.approx(4)
     assert score(0, 0, 3, 0, pull=16) == pytest.approx(5)
+    # That of a few tokens varies more: the rest of a cut document, of two tokens, and a document of 20 rare ones.
+    assert score(-2.62, -3.02, 0, 0, pull=15.6, n=2) < score(3.04, 2.64, 0, 0, pull=4.8, n=20)
     assert score(0, 0, 3, 0, pull=0.1) == score(0, 0, 3, 0, pull=0.0) == pytest.approx(3)

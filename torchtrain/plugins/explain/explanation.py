@@ -89,7 +89,7 @@ class Document:
     @property
     def score(self) -> float:
         """How unusual it is, in standard deviations (``combine``); infinite if its loss is not finite."""
-        return combine(self.signals, self.pull) if math.isfinite(self.loss) else math.inf
+        return combine(self.signals, self.pull, self.predicted) if math.isfinite(self.loss) else math.inf
 
 
 @dataclass(frozen=True)
