@@ -17,11 +17,10 @@ from filelock import FileLock
 from forked_command import checked_command
 from forkserver import Server, free_port
 from gloo_pool import GlooPool
-from hub_server import Hub
-from s3_server import S3Server
 from slurm import Slurm
 
 from torchtrain.config import registry
+from torchtrain.cpu import matmul as cpu_matmul
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.logging import logger
 
@@ -63,27 +62,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     cluster.stop()
 
 
-@pytest.fixture(scope="module")
-def s3_server() -> Iterator[S3Server]:
-    """A local S3 server with an empty bucket named "bucket"."""
-    server = S3Server()
-    server.make_bucket("bucket")
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def hub_of_session() -> Iterator[Hub]:
-    server = Hub(int(os.environ["HF_ENDPOINT"].rpartition(":")[2]))
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def hub(hub_of_session: Hub) -> Iterator[Hub]:
-    """A local server that this process and its children use as the Hugging Face hub."""
-    yield hub_of_session
-    hub_of_session.clear()
+def replacements(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """A list that grows at each replacement of kernels, on a CPU without bfloat16 products."""
+    calls: list[None] = []
+    monkeypatch.setattr(cpu_matmul, "slow_dtypes", lambda: (torch.bfloat16,))
+    monkeypatch.setattr(cpu_matmul, "_replace", lambda: calls.append(None))
+    return calls
 
 
 @pytest.fixture(scope="session")
@@ -138,7 +123,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
     if config.option.markexpr != "gpu":  # all other tests run on CPUs, with more ranks than there may be GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Read when huggingface_hub is imported. Each pytest-xdist worker has its own hub.
+    # Read when huggingface_hub is imported, as by transformers, so that no test contacts the real hub. The tests of
+    # plugins start a hub at this address, one for each pytest-xdist worker.
     os.environ["HF_ENDPOINT"] = f"http://localhost:{free_port()}"
     os.environ["HF_HUB_CACHE"] = tempfile.mkdtemp(prefix="hub-cache-")
     atexit.register(shutil.rmtree, os.environ["HF_HUB_CACHE"], ignore_errors=True)

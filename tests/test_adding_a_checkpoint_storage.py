@@ -85,18 +85,6 @@ def test_killed_run_in_the_database_ends_like_one_in_a_folder(module: Path, tmp_
     assert logged_losses(folder) == logged_losses(tmp_path / "local")
 
 
-def test_export_of_a_run_in_the_database_is_in_the_dump_folder(module: Path, tmp_path: Path) -> None:
-    """And the next start finds it complete."""
-    folder = tmp_path / "run"
-    options = (*options_of_the_page(tmp_path), "--huggingface.export", "--training.steps", "2")
-    output = finish(folder, *options, ranks=1, hook=partial(use_module_of, module))
-    assert f"wrote {folder}/hf" in output
-    assert (folder / "hf/config.json").is_file()
-    assert "the run is complete: step 2 of 2" in finish(folder, *options, ranks=1, hook=partial(use_module_of, module))
-    (folder / "hf/config.json").unlink()
-    assert f"wrote {folder}/hf" in finish(folder, *options, ranks=1, hook=partial(use_module_of, module))
-
-
 def test_of_two_simultaneous_starts_one_wins(module: Path, tmp_path: Path) -> None:
     first, second = (open_storage(f"sqlite://{module}/checkpoints.db") for _ in range(2))
     lease = first.acquire_lease(None)

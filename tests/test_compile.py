@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from forked_run import CONFIG, finish
+from forked_run import finish
 from gloo_pool import GlooPool
 from parity import STEPS, TINY, Curve, assert_same_run, config_of, train
 from torch._dynamo.utils import counters
@@ -103,19 +103,17 @@ def counted_graphs() -> Iterator[None]:
     sys.stdout.write(f"graphs: {counters['stats']['unique_graphs']}\n")
 
 
-def test_number_of_graphs_does_not_grow_with_validations_and_by_the_same_with_each_stage(tmp_path: Path) -> None:
-    """Also with a last batch of validation that is not full."""
-    held_out, config = tmp_path / "held_out.txt", tmp_path / "stages.toml"
+def graphs_with_validations(folder: Path, *options: str) -> int:
+    """The number of graphs of a run with validations, whose last batch is not full."""
+    folder.mkdir()
+    held_out = folder / "held_out.txt"
     held_out.write_text("some words that nobody has trained on\n" * 11)
-    stage = '[[stages]]\nname = "{}"\nsteps = 4\n[stages.training]\nseq_len = {}\n'
-    config.write_text(CONFIG.replace("steps = 8\n", "") + stage.format("short", 16) + stage.format("long", 32))
-    options = ["--compile.enable", "--validation.enable", f"--validation.path={held_out}", "--validation.interval=2"]
+    options = ("--compile.enable", "--validation.enable", f"--validation.path={held_out}", *options)
+    output = finish(folder, *options, "--validation.interval=2", ranks=1, hook=counted_graphs)
+    return int(re.findall(r"graphs: (\d+)", output)[-1])
 
-    def graphs(name: str, *more: str) -> int:
-        output = finish(tmp_path / name, *options, *more, ranks=1, hook=counted_graphs)
-        return int(re.findall(r"graphs: (\d+)", output)[-1])
 
-    few = graphs("few", "--training.steps=2")
+def test_number_of_graphs_does_not_grow_with_validations(tmp_path: Path) -> None:
+    few = graphs_with_validations(tmp_path / "few", "--training.steps=2")
     assert 0 < few <= 4  # of blocks and of the loss, with gradients and without
-    assert graphs("many", "--training.steps=8") == few
-    assert graphs("stages", "--job.config_file", str(config)) == 2 * few
+    assert graphs_with_validations(tmp_path / "many", "--training.steps=8") == few

@@ -13,7 +13,7 @@ import tomli
 
 from torchtrain.config.help import toml
 from torchtrain.config.parse import command_line_type, from_file, option_types, parse, to_toml
-from torchtrain.config.registry import OPTION_HINTS
+from torchtrain.config.registry import METRICS_WRITERS, OPTIMIZERS, OPTION_HINTS
 from torchtrain.config.schema import LOCAL, TrainingConfig, rules_of, section_types
 from torchtrain.errors import ConfigError
 
@@ -80,7 +80,7 @@ def test_command_line_corrects_inconsistent_values_of_the_file(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["--job.config_file", "--job.config-file"])
 @pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("before", [[], ["--comparison.fingerprint_steps", "1", "2"]])
+@pytest.mark.parametrize("before", [[], ["--data.path", "a", "b"]])
 def test_config_file_option_is_found_in_every_spelling(
     tmp_path: Path, name: str, joined: bool, before: list[str]
 ) -> None:
@@ -115,24 +115,12 @@ def test_resolved_config_is_read_back_unchanged(tmp_path: Path) -> None:
     assert from_file(write(tmp_path, to_toml(config))) == config
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
-def test_shipped_configs_are_valid(file: Path) -> None:
-    assert dataclasses.is_dataclass(from_file(str(file)))
-
-
-def test_shipped_configs_include_all_llama_sizes() -> None:
-    names = {file.stem for file in CONFIGS}
-    assert names >= {"debug_model", "continue_hf"} | {f"llama2_{size}" for size in ("7b", "13b", "70b")}
-    assert names >= {f"llama3_{size}" for size in ("1b", "3b", "8b", "70b", "405b")}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("[trainning]\nsteps = 1", "trainning is not a known section; did you mean 'training'?"),
         ("[training]\nstep = 1", "training.step is not a known key; did you mean 'training.steps'?"),
         ("[training]\nlr = 1e-3", r"training.lr is not a known key; did you mean 'optimizer.lr'\?"),
-        ("[validation]\nprompts = ['a']", r"validation.prompts is .*; did you mean 'evaluation.prompts'\?"),
         ("[training]\ntotal_steps = 1", r"training.total_steps is .*; did you mean 'lr_scheduler.total_steps'\?"),
         ("[optimizer]\nsteps = 1", r"optimizer.steps is .*; did you mean 'training.steps' or 'validation.steps'\?"),
         ("[training]\nsteps = '1'", "training.steps = '1' must be an integer"),
@@ -169,18 +157,6 @@ def test_suggestions_for_a_missing_file_are_train_configs(
     assert mine == "  in the working folder: mine.toml"
     with pytest.raises(ConfigError, match=r"did you mean '.*train_configs/llama3_8b.toml'"):
         from_file("llama3-8b.toml")
-
-
-URLS = ["s3://bucket/run", "gs://a/b.parquet", "hdfs://n:9000/x", "file:///tmp/x", "https://a.org/b", "HF://datasets/x"]
-
-
-@pytest.mark.parametrize("url", URLS)
-def test_url_is_rejected_for_every_local_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    for option in ("estimate.output", "estimate.picture", "evaluation.tasks_path"):
-        with pytest.raises(ConfigError, match=rf"^{option} = '{url}' must be a local path; URLs are not supported"):
-            parse([f"--{option}", url])
-    assert not list(tmp_path.iterdir())
 
 
 TAKE_URLS = (
@@ -248,21 +224,24 @@ def test_one_message_lists_all_problems_of_the_command_line() -> None:
 
 
 def test_values_of_the_command_line_have_the_types_of_the_options(tmp_path: Path) -> None:
-    file = write(tmp_path, "[optimizer]\nname = 'muon'\n[optimizer.options.muon]\nmomentum = 0.9\nns_steps = 5\n")
+    OPTIMIZERS.add("mine", "module:Mine")
+    for name in ("one", "two"):
+        METRICS_WRITERS.add(name, f"module:{name}")
+    file = write(tmp_path, "[optimizer]\nname = 'mine'\n[optimizer.options.mine]\nmomentum = 0.9\nns_steps = 5\n")
     words = ["--optimizer.lr", "1", "--data.path", "a", "b", "--checkpoint.load_step", "-1", "--metrics.writers"]
     words += [
-        "wandb",
-        "mlflow",
+        "one",
+        "two",
         "--lr_scheduler.total-steps=8",
-        "--optimizer.options.muon.momentum",
+        "--optimizer.options.mine.momentum",
         "0.5",
         "--job.description=--x y",
     ]
     config = parse(["--job.config_file", file, *words])
     assert repr(config.optimizer.lr) == "1.0"
-    assert (config.data.path, config.metrics.writers) == (("a", "b"), ("wandb", "mlflow"))
+    assert (config.data.path, config.metrics.writers) == (("a", "b"), ("one", "two"))
     assert (config.checkpoint.load_step, config.lr_scheduler.total_steps) == (-1, 8)
-    assert config.optimizer.options == {"muon": {"momentum": 0.5, "ns_steps": 5}}
+    assert config.optimizer.options == {"mine": {"momentum": 0.5, "ns_steps": 5}}
     assert config.job.description == "--x y"
     assert parse(["--data.path", "a", "--metrics.writers"]).data.path == "a"
     assert parse(["--training.seed", "3", "--training.seed", "4"]).training.seed == 4
@@ -293,7 +272,6 @@ def test_hints_of_plugins_are_the_same_in_files_and_on_the_command_line(
     [
         (["--optimizer.lr=-1"], "optimizer.lr = -1.0 must be at least 0"),
         (["--comm.init_timeout_seconds", "9999999999"], "init_timeout_seconds = 9999999999 must be at most 1000000000"),
-        (["--remote_data.cache_gib", "0.5"], "remote_data.cache_gib = 0.5 must be at least 1"),
         (["--optimizer.eps", "0"], "optimizer.eps = 0.0 must be above 0"),
         (["--optimizer.beta2", "1"], "optimizer.beta2 = 1.0 must be at least 0 and under 1"),
         (["--training.max_norm", "nan"], "training.max_norm = nan must be above 0"),
@@ -348,7 +326,7 @@ def test_help_of_an_option_shows_its_values(capsys: pytest.CaptureFixture[str], 
     file = tmp_path / "c.toml"
     file.write_text("[checkpoint]\ninterval = 7\n")
     assert help_of(capsys, "--help", "training.sums").splitlines()[0] == '  --training.sums TEXT  (default: "fast")'
-    assert "Values: fast, exact." in help_of(capsys, "-h", "training.sums")
+    assert "Values: fast" in help_of(capsys, "-h", "training.sums")
     shown = help_of(capsys, "--job.config_file", str(file), "--help=checkpoint.interval")
     assert shown.startswith("  --checkpoint.interval INTEGER  (default: 500; config file: 7)\n      Checkpointing")
     assert "--model.shape.rope_scaling.factor NUMBER" in help_of(capsys, "--help", "model.shape")
@@ -358,11 +336,11 @@ def test_help_of_an_option_shows_its_values(capsys: pytest.CaptureFixture[str], 
 
 def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:
     file = tmp_path / "mix.toml"
-    file.write_text('[[data.sources]]\npath = "a.jsonl"\nweight = 3\n[[data.sources]]\nname = "org/b"\n')
+    file.write_text('[[data.sources]]\npath = "a.jsonl"\nweight = 3\n[[data.sources]]\ntype = "standard_library"\n')
     config = parse(["--job.config_file", str(file)])
-    assert [(source.path, source.name, source.weight) for source in config.data.all] == [
-        ("a.jsonl", "", 3.0),
-        ("", "org/b", 1.0),
+    assert [(source.path, source.source_type, source.weight) for source in config.data.all] == [
+        ("a.jsonl", "files", 3.0),
+        ("", "standard_library", 1.0),
     ]
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert parse(["--job.config_file", str(tmp_path / "resolved.toml")]).data == config.data

@@ -1,7 +1,6 @@
 """On CPUs without bfloat16 matrix products, these are computed in float32. The tests run on any CPU."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -9,15 +8,12 @@ import torch
 from torch import Tensor
 from torch.library import _scoped_library
 
-from torchtrain.config.schema import JobConfig, OptimizerConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.cpu import matmul as cpu_matmul
-from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
+from torchtrain.cpu.build import build_cpu_model
 from torchtrain.cpu.matmul import apply_float32_matmul, replace_matmuls
 from torchtrain.distributed.mesh import Mesh, ParallelDims
-from torchtrain.models.llama.model import Transformer, TransformerConfig
-from torchtrain.optimizers.groups import build_optimizer
-from torchtrain.plugins.evaluation import trained_model
-from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.models.llama.model import TransformerConfig
 
 CPU = torch.device("cpu")
 TINY = TransformerConfig(dim=32, n_layers=1, n_heads=2, n_kv_heads=2, ffn_dim=64, vocab_size=64, max_seq_len=16)
@@ -87,15 +83,6 @@ def test_gradients_are_computed_in_float32(dtype: torch.dtype) -> None:
     assert [torch.equal(*pair) for pair in zip(*gradients, strict=True)] == [True] * 2
 
 
-@pytest.fixture
-def replacements(monkeypatch: pytest.MonkeyPatch) -> list[None]:
-    """A list that grows at each replacement of kernels, on a CPU without bfloat16 products."""
-    calls: list[None] = []
-    monkeypatch.setattr(cpu_matmul, "slow_dtypes", lambda: (torch.bfloat16,))
-    monkeypatch.setattr(cpu_matmul, "_replace", lambda: calls.append(None))
-    return calls
-
-
 def test_kernels_are_replaced_only_for_slow_dtypes(replacements: list[None]) -> None:
     apply_float32_matmul(torch.float32)
     assert not replacements
@@ -119,23 +106,4 @@ def test_training_in_bfloat16_replaces_kernels(replacements: list[None]) -> None
         assert not replacements
         config = JobConfig(training=TrainingConfig(mixed_precision_param=dtype))
         build_cpu_model(TINY, Mesh(CPU, ParallelDims()), CPU, config)
-    assert replacements
-
-
-def test_muon_in_bfloat16_replaces_kernels(replacements: list[None]) -> None:
-    for dtype in ("auto", "bfloat16"):
-        assert not replacements
-        config = OptimizerConfig(name="muon", options={"muon": {"dtype": dtype}})
-        use_cpu_kernels(build_optimizer([Transformer(TINY)], config))
-    assert replacements
-
-
-@pytest.mark.usefixtures("process_group")
-def test_loading_a_model_in_bfloat16_replaces_kernels(
-    trained_run: Path, replacements: list[None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trained_model, "init_process_group", lambda *_: None)
-    load_model(trained_run)
-    assert not replacements
-    load_model(trained_run, dtype="bfloat16")
     assert replacements

@@ -1,6 +1,7 @@
 """FSDP and HSDP train like a single rank, with any activation checkpointing and gradient accumulation."""
 
 import math
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from itertools import accumulate
 from typing import Any
@@ -25,12 +26,11 @@ from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms.microbatches import Microbatch
-from torchtrain.parallelisms.parallel_model import build_parallel_model
+from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages
 from torchtrain.parallelisms.pipeline_schedule import resolve_layers_per_stage
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter
-from torchtrain.plugins.exact_sums.exact_sums import ExactGradientReducer
 from torchtrain.trainer import initialize, use_deterministic_kernels
 
 MODEL = replace(TINY, n_layers=3)  # a first, a middle and a last block
@@ -335,14 +335,24 @@ def test_deterministic_kernels_do_not_fill_new_tensors(gloo: GlooPool) -> None:
     assert gloo.run(1, _fills_new_tensors) == [False]
 
 
-def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) -> dict[str, torch.Tensor]:
-    """Gradients of the norms after one backward. ``reduced``: also reduced over the tensor-parallel group."""
+def norm_gradients(
+    config: JobConfig,
+    shape: TransformerConfig,
+    reduced: bool,
+    prepare: Callable[[ParallelModel], object] = lambda _: None,
+    spacing: Callable[[ParallelModel], float] = lambda _: 1.0,
+) -> dict[str, torch.Tensor]:
+    """Gradients of the norms after one backward.
+
+    Args:
+        reduced: whether they are also reduced over the tensor-parallel group.
+        prepare: called with the model before the backward.
+        spacing: the factor of the gradients that are not reduced.
+    """
     model = build(config, shape)
     tokens = global_batch(1, shape.vocab_size, shape.max_seq_len)
     positions = torch.arange(shape.max_seq_len)[None]
-    sums = model.reducer.sums if isinstance(model.reducer, ExactGradientReducer) else None
-    if sums is not None:
-        sums.exponent = 0  # as if determined by an earlier step
+    prepare(model)
     model.begin_gradients(len(tokens))
     model.forward_backward(
         Microbatch(tokens[:, :-1], tokens[:, 1:], positions, None), torch.tensor(tokens[:, 1:].numel()), is_last=True
@@ -351,23 +361,26 @@ def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) 
     gradients = {name: grad.to_local() for name, grad in named if isinstance(grad, DTensor)}
     if reduced:
         assert model.finish_gradients()
-    elif sums is not None:
-        torch._foreach_mul_(list(gradients.values()), 2.0**sums.spacing)
+    else:
+        torch._foreach_mul_(list(gradients.values()), spacing(model))
     return gradients
 
 
-@pytest.mark.parametrize("sums", ["fast", "exact"])
 @pytest.mark.parametrize("sequence", [True, False])
-def test_norm_gradients_are_reduced_over_tensor_parallel_ranks_in_float32(
-    gloo: GlooPool, sequence: bool, sums: str
+def test_norm_gradients_are_reduced_over_tensor_parallel_ranks_in_float32(gloo: GlooPool, sequence: bool) -> None:
+    assert_norm_gradients_are_reduced(gloo, sequence, "fast", norm_gradients)
+
+
+def assert_norm_gradients_are_reduced(
+    gloo: GlooPool, sequence: bool, sums: str, gradients: Callable[..., dict[str, torch.Tensor]]
 ) -> None:
     parallelism = {"tensor_parallel_degree": 2, "enable_sequence_parallel": sequence}
     config = config_of(
         training={"mixed_precision_param": "bfloat16", "sums": sums, "local_batch_size": 8}, parallelism=parallelism
     )
     shape = replace(TINY, qk_norm=True)
-    own = gloo.run(2, _norm_gradients, config, shape, False)
-    total = gloo.run(2, _norm_gradients, config, shape, True)
+    own = gloo.run(2, gradients, config, shape, False)
+    total = gloo.run(2, gradients, config, shape, True)
     assert total[0].keys() == own[0].keys()
     for name, found in total[0].items():
         assert torch.equal(found, total[1][name]), f"{name} differs between ranks"

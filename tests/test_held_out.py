@@ -8,7 +8,7 @@ import pytest
 import torch
 from captured_log import captured_log
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
-from forked_run import CONFIG, finish, read_metrics
+from forked_run import finish, read_metrics
 
 from torchtrain import trainer
 from torchtrain.config.parse import parse
@@ -18,7 +18,6 @@ from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
-from torchtrain.plugins.evaluation.options import EvaluationConfig
 
 SHARE = 0.3
 
@@ -181,22 +180,6 @@ def test_windows_of_a_validation_depend_on_the_documents_alone(text: str, seq_le
     assert found[0][1].sum() == pytest.approx(sum(len(text.encode()) for text in texts))
 
 
-def test_sources_of_one_name_and_of_weight_zero_are_validated(tmp_path: Path) -> None:
-    paths = []
-    for folder in "abc":
-        (tmp_path / folder).mkdir()
-        paths.append(write_jsonl(tmp_path / folder / "train.jsonl", DOCUMENTS))
-    tables = [f'{{path = "{path}", held_out = 0.3, weight = {n % 2}}}' for n, path in enumerate(paths, 1)]
-    (tmp_path / "own.toml").write_text(
-        f"{CONFIG.replace('steps = 8', '')}\n[data]\nsources = [{', '.join(tables)}]\n"
-        '[[stages]]\nname = "first"\nsteps = 1\n[[stages]]\nname = "second"\nsteps = 1\n'
-    )
-    finish(tmp_path, "--job.config_file", str(tmp_path / "own.toml"))
-    lines = [line for line in read_metrics(tmp_path) if "validation_loss" in line]
-    assert lines
-    assert {f"validation_loss_train_{number}" for number in (1, 2, 3)} <= lines[-1].keys()
-
-
 def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) -> None:
     one = write_jsonl(tmp_path / "one.jsonl", DOCUMENTS[:1])
     with pytest.raises(DataError, match=r"data.held_out = 1e-06 holds out none of the 1 documents of .*: raise it"):
@@ -211,9 +194,6 @@ def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) 
         DataConfig(sources=(SourceConfig(path=text),), held_out=SHARE)
     with pytest.raises(ConfigError, match=r"held_out = 1.0.* must be at least 0 and less than 1"):
         SourceConfig(path=text, held_out=1.0)
-    with pytest.raises(ConfigError, match=r"evaluation.prompts needs validations: set data.held_out, or"):
-        JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))})
-    JobConfig(plugins={"evaluation": EvaluationConfig(prompts=("a",))}, data=DataConfig(held_out=SHARE))
 
 
 def test_held_out_part_of_the_default_data_is_not_one_of_others(text: str, tmp_path: Path) -> None:

@@ -1,36 +1,26 @@
 """z-loss, averaged weights (EMA) and muP hyperparameter transfer, on every layout."""
 
-import json
-import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked_run
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from forked_run import different_tensors, finish, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train, use_existing_process_group
-from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.config.schema import EMAConfig, JobConfig, ParameterGroupConfig
-from torchtrain.convert import main as convert
 from torchtrain.cpu.build import use_cpu_kernels
-from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.spec import flops_per_token
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.trainer import Trainer, initialize
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)
@@ -55,14 +45,17 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], rel: floa
 @pytest.fixture(scope="module")
 def references(gloo: GlooPool) -> dict[tuple[str, str], Curve]:
     """By model and optimizer: runs of one rank with the full batch and all logits at a time."""
-    cases = [(model, "adamw") for model in MODELS] + [("plain", "muon"), ("tied", "muon")]
-    return {(m, optimizer): gloo.run(1, train, config_with(optimizer), MODELS[m], STEPS)[0] for m, optimizer in cases}
+    return {(model, "adamw"): run_of_one_rank(gloo, model, "adamw") for model in MODELS}
+
+
+def run_of_one_rank(gloo: GlooPool, model: str, optimizer: str) -> Curve:
+    curves: list[Curve] = gloo.run(1, train, config_with(optimizer), MODELS[model], STEPS)
+    return curves[0]
 
 
 # Ranks, model, rows per rank, tokens per chunk of the loss, optimizer, [parallelism].
 LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
     "shard": (2, "plain", 4, 8, "adamw", {}),
-    "shard, muon": (2, "tied", 4, 0, "muon", {}),
     "replicate": (4, "tied", 2, 0, "adamw", {"data_parallel_replicate_degree": 2}),
     "tensor": (4, "tied", 8, 0, "adamw", {"tensor_parallel_degree": 4}),
     "tensor, chunks": (2, "plain", 8, 8, "adamw", {"tensor_parallel_degree": 2}),
@@ -76,19 +69,6 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
         "adamw",
         {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
     ),
-    "all, muon": (
-        8,
-        "plain",
-        8,
-        8,
-        "muon",
-        {
-            "tensor_parallel_degree": 2,
-            "context_parallel_degree": 2,
-            "pipeline_parallel_degree": 2,
-            "pipeline_parallel_microbatches": 2,
-        },
-    ),
 }
 
 
@@ -96,7 +76,13 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
 def test_every_layout_trains_like_one_rank(
     gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str
 ) -> None:
-    ranks, model, rows, chunk_tokens, optimizer, parallelism = LAYOUTS[layout]
+    assert_layout_trains_like_one_rank(gloo, references, LAYOUTS[layout])
+
+
+def assert_layout_trains_like_one_rank(
+    gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: tuple[int, str, int, int, str, dict[str, Any]]
+) -> None:
+    ranks, model, rows, chunk_tokens, optimizer, parallelism = layout
     config = config_with(optimizer, **parallelism)
     config = replace(config, training=replace(config.training, loss_chunk_tokens=chunk_tokens, local_batch_size=rows))
     curves: list[Curve] = gloo.run(ranks, train, config, MODELS[model], STEPS)
@@ -211,9 +197,9 @@ def test_trainer_passes_options_to_its_components(gloo: GlooPool, tmp_path: Path
 
 def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, float]:
     """Root mean square of the change of each block's output, and of the logits, in five steps."""
-    # AdamW's changes of the embedding would hide those of Muon.
+    # AdamW's changes of the embedding would hide those of another optimizer.
     frozen = ParameterGroupConfig(lr_factor=0.0)
-    others = {"embedding": frozen, "no_decay": frozen} if name == "muon" else {}
+    others = {"embedding": frozen, "no_decay": frozen} if name != "adamw" else {}
     config = config_of(optimizer={"name": name, "lr": 0.01, "weight_decay": 0.0, **others})
     model = build(config, shape)
     (part,) = model.model_parts
@@ -242,15 +228,19 @@ def coordinates(gloo: GlooPool, name: str, **changes: Any) -> list[dict[str, flo
     return [gloo.run(1, changes_of_activations, name, shape)[0] for shape in shapes]
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_activation_changes_do_not_depend_on_width_with_mup(gloo: GlooPool, name: str) -> None:
+def test_activation_changes_do_not_depend_on_width_with_mup(gloo: GlooPool) -> None:
     """The coordinate check: without muP, activations change more in wider models."""
+    check_coordinates_over_widths(gloo, "adamw", growth=10)
+
+
+def check_coordinates_over_widths(gloo: GlooPool, name: str, growth: float) -> None:
+    """``growth``: at least that of the changes without muP, of the widest model over the narrowest one."""
     found, plain = (coordinates(gloo, name, **changes) for changes in ({"base_dim": 32}, {}))
     for key in ("0", "1", "logits"):
         sizes = [of_width[key] for of_width in found]
         # The contribution of the initial output weights vanishes with the width, so that logits decrease to a limit.
         assert max(sizes) < (1.2 if key != "logits" else 1.7) * min(sizes), (key, sizes)
-    assert plain[-1]["1"] > {"adamw": 10, "muon": 2}[name] * plain[0]["1"], plain
+    assert plain[-1]["1"] > growth * plain[0]["1"], plain
 
 
 def test_activation_changes_do_not_depend_on_depth_with_mup(gloo: GlooPool) -> None:
@@ -287,15 +277,18 @@ def test_averages_change_only_at_the_interval_and_not_for_skipped_updates(gloo: 
 EMA_OPTIONS = ("--ema.enable", "--ema.decay", "0.8", "--checkpoint.keep_latest_k", "0")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def train_with_averages(folder: Path) -> Path:
     """A run on two ranks that validates with trained and averaged weights."""
-    folder = tmp_path_factory.mktemp("run")
     (folder / "texts").mkdir()
     (folder / "texts/a.txt").write_text("def f(x):\n    return x\n" * 40)
     validation = ("--validation.enable", "--validation.path", str(folder / "texts"), "--validation.weights", "both")
     finish(folder, *EMA_OPTIONS, *validation, "--validation.interval", "4")
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train_with_averages(tmp_path_factory.mktemp("run"))
 
 
 def test_averages_resume_bitwise_and_validation_does_not_change_them(run: Path, tmp_path: Path) -> None:
@@ -332,87 +325,9 @@ def test_averages_may_be_enabled_on_resume(tmp_path: Path) -> None:
             assert not torch.equal(after[name], before[name])
 
 
-@pytest.fixture
-def flavor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: forked_run.TINY)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def weights_of(folder: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint that ``convert`` has written, by name."""
-    dcp_to_torch_save(folder, folder.with_suffix(".pt"))
-    tensors = torch.load(folder.with_suffix(".pt"), weights_only=True)
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-
-
-@pytest.mark.usefixtures("flavor")
-def test_averaged_weights_and_the_mean_of_checkpoints_are_converted(run: Path, tmp_path: Path) -> None:
-    options = ("--to", "torchtrain", "--dtype", "float32")
-    saved = {step: saved_tensors(run, step) for step in (4, 6, 8)}
-    assert convert([str(run), str(tmp_path / "ema"), *options, "--weights", "ema"]) == 0
-    found = weights_of(tmp_path / "ema")
-    assert found.keys() == {name.removeprefix("model.") for name in saved[8] if name.startswith("model.")}
-    for name, tensor in found.items():
-        assert torch.equal(tensor, saved[8][f"ema.{name}"]), name
-    assert convert([str(run), str(tmp_path / "mean"), *options, "--average", "3"]) == 0
-    for name, tensor in weights_of(tmp_path / "mean").items():
-        mean = torch.stack([tensors[f"model.{name}"] for tensors in saved.values()]).double().mean(dim=0)
-        assert torch.equal(tensor, mean.float()), name
-
-
-@pytest.mark.usefixtures("flavor")
-@pytest.mark.parametrize(
-    ("source", "options", "message"),
-    [
-        ("", ("--average", "9"), "the mean of 9 checkpoints was asked for, and .* has 4; give a run's folder"),
-        ("checkpoint/step-8", ("--average", "2"), "the mean of 2 checkpoints was asked for, and .* is one"),
-        ("", ("--average", "0"), "--average = 0 must be at least 1"),
-        ("hf", ("--weights", "ema"), "has one set of weights; 'ema' needs the checkpoints of a run"),
-        ("hf", ("--average", "2"), "has one set of weights"),
-        ("plain", ("--weights", "ema"), "error: .*step-2 has no averaged .* take the trained weights$"),
-    ],
-)
-def test_convert_rejects_averages_that_do_not_exist(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, options: tuple[str, ...], message: str
-) -> None:
-    folder = run / source
-    if source == "hf" and not folder.exists():
-        assert convert([str(run), str(folder)]) == 0
-    if source == "plain" and not folder.exists():
-        finish(folder, "--training.steps", "2", ranks=1)
-    assert convert([str(folder), str(tmp_path / "out"), *options]) == 2
-    assert re.search(message, capsys.readouterr().err.strip())
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.usefixtures("flavor")
-def test_averaged_weights_are_used_by_validation_generation_and_export(run: Path, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    last = [line for line in lines if "validation_loss" in line][-1]
-    tokenizer = load_tokenizer("")
-    tokens = torch.tensor(tokenizer.encode((run / "texts/a.txt").read_text(), bos=True, eos=True))
-    for weights, prefix in (("trained", "validation"), ("ema", "validation_ema")):
-        model = load_model(run, "cpu", weights=weights).model
-        windows = zip(tokens[:-1].split(32), tokens[1:].split(32), strict=True)
-        losses = [F.cross_entropy(model(inputs[None])[0], labels, reduction="sum") for inputs, labels in windows]
-        assert last[f"{prefix}_tokens"] == len(tokens) - 1
-        assert last[f"{prefix}_loss"] == pytest.approx(sum(losses).item() / (len(tokens) - 1), rel=1e-5)
-        dist.destroy_process_group()
-    with pytest.raises(ConfigError, match="weights = 'emma' do not exist; there are trained and ema"):
-        load_model(run, "cpu", weights="emma")
-    export = ("--huggingface.export", "--huggingface.export_weights", "ema")
-    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--huggingface.export_dtype", "float32")
-    assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
-    files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
-    assert different_tensors(*files) == []
-
-
-@pytest.mark.parametrize(("section", "key"), [("validation", "weights"), ("huggingface", "export_weights")])
-def test_averaged_weights_without_ema_are_rejected(section: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{section}.{key} = 'ema' needs averaged weights: set ema.enable = true"):
-        config_of(**{section: {key: "ema"}})
+def test_averaged_weights_without_ema_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"validation.weights = 'ema' needs averaged weights: set ema.enable = true"):
+        config_of(validation={"weights": "ema"})
 
 
 def test_cooldown_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from parity import TINY
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from torchtrain.checkpoint.states import ModelState
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.model_config import flavor_config
@@ -202,3 +204,10 @@ def test_init_weights_initializes_all_tensors_after_to_empty() -> None:
     assert model.output is not None
     assert model.tok_embeddings is not None
     assert model.output.weight is model.tok_embeddings.weight
+
+
+def test_tied_names_must_be_one_parameter() -> None:
+    model = Transformer(replace(TINY, tied_embeddings=True))
+    model.output.weight = nn.Parameter(model.tok_embeddings.weight.detach().clone())
+    with pytest.raises(AssertionError, match=r"output.weight and tok_embeddings.weight must be one parameter"):
+        ModelState([model], tied=True).state_dict()

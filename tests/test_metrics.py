@@ -1,46 +1,34 @@
 """Metrics: metrics.jsonl, the log, TensorBoard, Weights & Biases, stragglers and profiler traces."""
 
 import json
-import socket
-import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from captured_log import captured_log
-from forked_run import finish, read_metrics
+from forked_run import read_metrics
 from gloo_pool import GlooPool
 from parity import TINY, config_of, use_existing_process_group
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtrain.config.schema import JobConfig, MetricsConfig, ProfilingConfig, SourceConfig
-from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.devices import peak_flops
-from torchtrain.logging import BestEffort
 from torchtrain.metrics.history import Run, validation_losses
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
 from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.step_hook import RunResults, StepHook, StepHooks
-from torchtrain.metrics.writers import TensorBoard, WriterContext, has_validation
+from torchtrain.metrics.writers import has_validation
 from torchtrain.models.loss import TokenLoss
-from torchtrain.plugins.diagnostics import stragglers
-from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
-from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
-from torchtrain.plugins.diagnostics.stragglers import StragglerWatch
-from torchtrain.plugins.report.report import write_report
-from torchtrain.plugins.wandb.writer import WeightsAndBiases
 from torchtrain.trainer import Trainer
 
-NO_BATCH: Any = None
 CONFIG = '[training]\nsteps = 40\n[data]\nsources = ["a"]\n'
 
 
@@ -100,46 +88,6 @@ def test_metrics_and_events_are_appended_after_a_restart(gloo: GlooPool, tmp_pat
     skip = next(line for line in lines if line.get("event") == "bad_step_skip")
     assert skip["loss"] is None
     assert lines[0]["ranks"] == 2
-
-
-def record_by_source_with_a_rollback(folder: str) -> None:
-    loss, unused = TokenLoss(torch.tensor(6.0), torch.tensor(2)), cast(Any, None)
-    by_source = LossBySource(["samples"], unused, dist.group.WORLD, torch.device("cpu"))
-    with recorder_in(folder, log_freq=4) as recorder:
-        recorder.step_metrics.append(by_source)
-
-        def record(step: int) -> None:
-            by_source.sums = torch.tensor([[6.0], [2.0]], dtype=torch.float64)
-            by_source.after_step(step, unused, loss, unused)
-            recorder.record(step, loss, torch.tensor(0.5), 1e-3)
-
-        for step in (1, 2, 3):
-            record(step)
-        recorder.restart(2)
-        for step in (3, 4):
-            record(step)
-
-
-def test_steps_before_a_rollback_are_not_in_the_loss_by_source(gloo: GlooPool, tmp_path: Path) -> None:
-    gloo.run(1, record_by_source_with_a_rollback, str(tmp_path))
-    lines = [line for line in read_metrics(tmp_path) if "event" not in line]
-    assert [(line["step"], line["source_tokens_samples"]) for line in lines] == [(1, 2), (4, 4)]
-
-
-def test_source_named_samples_is_not_taken_for_generated_samples(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    generated = [{"prompt": "Once", "text": "upon a time"}]
-    line = {"step": 4, "source_loss_samples": 3.0, "validation_samples": generated}
-    TensorBoard(WriterContext(MetricsConfig(), tmp_path, CONFIG)).write(line)
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(e.step, e.value) for e in events.Scalars("source/loss_samples")] == [(4, 3.0)]
-    monkeypatch.setattr("torchtrain.plugins.report.report.importlib.util.find_spec", lambda _: None)  # no curves
-    run = Run("run", [line], [], [], [])
-    write_report(tmp_path, RunResults(JobConfig(), run, RunDescription("", [], {}), [], []), BestEffort(""))
-    report = (tmp_path / "report.md").read_text()
-    assert report.count("## Samples after step 4") == 1
-    assert "upon a time" in report
 
 
 def record_with_a_fake_clock(folder: str) -> None:
@@ -261,98 +209,6 @@ def test_tensorboard_shows_the_last_start_even_if_the_clock_goes_back(
     gloo.run(1, record_at, 1e9, str(tmp_path), {}, 2, 5)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [e.step for e in events.Scalars("loss/average")] == [1, 2, 3, 4, 5]
-
-
-def test_wandb_logs_offline(gloo: GlooPool, tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    (tmp_path / "wandb_id").touch()  # empty, as after a write to a full disk
-    gloo.run(1, record_offline, str(tmp_path))
-    run = next((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-    deadline = time.monotonic() + 30  # W&B's own process may write late
-    while b"loss/average" not in (content := run.read_bytes()):
-        assert time.monotonic() < deadline, content
-        time.sleep(0.1)
-    assert b"training.steps" in content
-    assert (tmp_path / "wandb_id").read_text() in run.name
-
-
-def record_offline(folder: str) -> None:
-    import os
-    import warnings
-
-    os.environ["WANDB_MODE"] = "offline"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of wandb itself
-        record_steps(folder, {"writers": ("wandb",), "enable_tensorboard": False}, 0, 4)
-
-
-def watch_stragglers(kind: str) -> list[dict[str, Any]]:
-    """Run 8 steps in which rank 2 is slow; return the straggler events of this rank."""
-    found: list[dict[str, Any]] = []
-    slow = dist.get_rank() == 2
-    probe = stragglers.probe
-    if slow and kind == "compute":
-        stragglers.probe = lambda operand: probe(operand) + (time.sleep(0.3) or 0.3)
-    if kind == "half as fast":
-        stragglers.probe = lambda _: 0.002 if slow else 0.0009
-    watch = StragglerWatch(
-        DiagnosticsConfig(straggler_freq=4, straggler_factor=2.0),
-        torch.device("cpu"),
-        dist.group.WORLD,
-        lambda step, event, values: found.append({"step": step, "event": event, **values}),
-        waited_seconds=lambda: 0.3 if slow and kind == "data wait" else 0.02,
-    )
-    for step in range(1, 10):
-        time.sleep(0.1)
-        watch.before_step(step, NO_BATCH)
-        dist.barrier()
-    watch.after_last_step()
-    stragglers.probe = probe
-    return found
-
-
-@pytest.mark.parametrize("kind", stragglers.KINDS)
-def test_straggler_is_reported_with_its_rank_and_host(gloo: GlooPool, kind: str) -> None:
-    found, *others = gloo.run(4, watch_stragglers, kind)
-    assert others == [[]] * 3  # only the first rank reports
-    assert [event["step"] for event in found if event["rank"] == 2 and event["kind"] == kind] == [4, 8]
-    slow = next(event for event in found if event["rank"] == 2)
-    assert slow["event"] == "straggler"
-    assert slow["host"] == socket.gethostname()
-    assert slow["seconds"] >= 0.3 > slow["median_seconds"]
-
-
-def test_rank_of_half_the_speed_is_a_straggler_even_if_the_probe_is_short(gloo: GlooPool) -> None:
-    found = gloo.run(4, watch_stragglers, "half as fast")[0]
-    assert [(event["step"], event["rank"], event["kind"]) for event in found] == [(4, 2, "compute"), (8, 2, "compute")]
-
-
-@contextmanager
-def slow_data() -> Iterator[None]:
-    """The data of rank 1 are slow."""
-    read = DataLoader._read
-
-    def read_slowly(*arguments: Any) -> Any:
-        time.sleep(0.3 if dist.get_rank() == 1 else 0.0)
-        return read(*arguments)
-
-    with patch.object(DataLoader, "_read", read_slowly):
-        yield
-
-
-def test_rank_that_waits_for_data_is_logged_as_a_straggler(tmp_path: Path) -> None:
-    options = ["--diagnostics.straggler_freq=4", "--training.steps=8", "--checkpoint.no-enable"]
-    options += ["--diagnostics.straggler_factor=1.2", "--data.prefetch=0"]  # nothing is read during a slow step
-    finish(tmp_path, *options, hook=slow_data)
-    found = [
-        line for line in read_metrics(tmp_path) if line.get("event") == "straggler" and line["kind"] == "data wait"
-    ]
-    assert [(line["step"], line["rank"]) for line in found] == [(4, 1), (8, 1)]
-    assert [line for line in found if not (line["seconds"] >= 0.3 > line["median_seconds"])] == []
-
-
-def test_ranks_of_equal_speed_are_not_stragglers(gloo: GlooPool) -> None:
-    assert gloo.run(4, watch_stragglers, "none")[0] == []
 
 
 def test_validation_losses_are_finite_and_of_steps_that_are_not_undone(tmp_path: Path) -> None:
@@ -510,40 +366,8 @@ def test_profiler_keeps_the_events_of_one_trace_in_memory(tmp_path: Path) -> Non
     assert kept == [kept[0]] * 3
 
 
-def watch_waits() -> list[tuple[int, float, float]]:
-    found: list[tuple[int, float, float]] = []
-    with patch.object(stragglers, "probe", lambda _: 0.001):
-        watch = StragglerWatch(
-            DiagnosticsConfig(straggler_freq=4, straggler_factor=2.0),
-            torch.device("cpu"),
-            dist.group.WORLD,
-            lambda step, _, values: found.append((step, values["seconds"], values["median_seconds"])),
-            waited_seconds=lambda: 0.3 if dist.get_rank() == 2 else 0.02,
-        )
-        for step in range(1, 9):
-            watch.before_step(step, NO_BATCH)
-        watch.after_last_step()
-    return found
-
-
-def test_reported_data_wait_is_per_step(gloo: GlooPool) -> None:
-    first, second = gloo.run(3, watch_waits)[0]
-    assert first == pytest.approx((4, 0.3, 0.02))
-    assert second == pytest.approx((8, 0.3, 0.02))
-
-
 def test_peak_memory_is_in_gib() -> None:
     assert 0.03 < peak_memory(torch.device("cpu"))["memory_gib"] < 4096  # importing torch takes more than 32 MiB
-
-
-def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, Any]] = []
-    fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for _ in range(2):
-        WeightsAndBiases(WriterContext(MetricsConfig(), tmp_path, CONFIG, options={"project": "mine"}))
-    assert given[0] == given[1]
-    assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")
 
 
 def test_hook_that_fails_at_the_end_does_not_take_the_results_of_others() -> None:

@@ -76,10 +76,11 @@ def test_valid_step_resets_the_count_of_bad_steps(gloo: GlooPool) -> None:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_skipped_update_leaves_parameters_and_optimizer_state_unchanged(
-    name: Any, implementation: Any, state_dtype: Any
-) -> None:
+def test_skipped_update_leaves_parameters_and_optimizer_state_unchanged(implementation: Any, state_dtype: Any) -> None:
+    check_skipped_update("adamw", implementation, state_dtype)
+
+
+def check_skipped_update(name: str, implementation: Any, state_dtype: Any) -> None:
     torch.manual_seed(0)
     model = nn.Linear(3, 3, bias=False)
     optimizer = build_optimizer(

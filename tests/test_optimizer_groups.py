@@ -12,10 +12,8 @@ from torchtrain.config.parse import from_toml
 from torchtrain.config.schema import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig, ParameterPatternConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer
-from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer, group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.plugins.muon.muon import Muon
 
 MODEL = replace(TINY, n_layers=1, qkv_bias=True, qk_norm=True)
 
@@ -88,40 +86,11 @@ def test_betas_and_epsilon_equal_torch_adamw() -> None:
     torch.testing.assert_close(model.weight, plain, rtol=0, atol=1e-6)
 
 
-PATTERNS = (
-    ParameterPatternConfig(params="layers.*.attention.wq.*", lr_factor=0.5, optimizer="adamw"),
-    ParameterPatternConfig(params="layers.?.attention.w[qk].*", weight_decay=0.3, lr_factor=4.0),
-    ParameterPatternConfig(params="*norm.weight", optimizer="adamw", weight_decay=0.7),
-    ParameterPatternConfig(params="output.weight", optimizer="muon"),
-)
+def test_mup_divides_rates_and_multiplies_decays_as_the_table_in_the_documentation() -> None:
+    check_rates_and_decays_of_mup("adamw", of_matrices=4.0)
 
 
-def test_the_first_pattern_that_matches_sets_optimizer_rate_and_decay_of_a_parameter() -> None:
-    config = OptimizerConfig(
-        name="muon", lr=1e-2, weight_decay=0.2, hidden=ParameterGroupConfig(lr_factor=2.0), groups=PATTERNS
-    )
-    container = build_optimizer([Transformer(MODEL)], config)
-    found = {}
-    for optimizer in container.optimizers:
-        for group in optimizer.param_groups:
-            for name in group["param_names"]:
-                kind = "muon" if isinstance(optimizer, Muon) else "adamw"
-                found[name.removeprefix("layers.0.")] = kind, group["lr"], group["weight_decay"]
-    assert {"attention.wq.weight", "attention.wk.weight", "attention.wq.bias", "norm.weight"} <= found.keys()
-    expected = {
-        "attention.wq.weight": ("adamw", 0.5e-2, 0.2),  # the first of two patterns, the decay of its group
-        "attention.wk.weight": ("muon", 4e-2, 0.3),  # the optimizer of its group
-        "attention.wv.weight": ("muon", 2e-2, 0.2),  # in no pattern
-        "attention.wq.bias": ("adamw", 0.5e-2, 0.0),
-        "attention.q_norm.weight": ("adamw", 1e-2, 0.7),
-        "output.weight": ("muon", 1e-2, 0.2),
-        "tok_embeddings.weight": ("adamw", 1e-2, 0.2),
-    }
-    assert {name: found[name] for name in expected} == expected
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_mup_divides_rates_and_multiplies_decays_as_the_table_in_the_documentation(name: str) -> None:
+def check_rates_and_decays_of_mup(name: str, of_matrices: float) -> None:
     """docs/recipes.md, with m = 4 and l = 3, on top of the factors and decays of groups."""
     model = replace(TINY, n_layers=3, qkv_bias=True, base_dim=TINY.dim // 4, base_layers=1)
     config = OptimizerConfig(
@@ -136,7 +105,6 @@ def test_mup_divides_rates_and_multiplies_decays_as_the_table_in_the_documentati
     for group in build_optimizer([Transformer(model)], config, model=model).param_groups:
         for parameter in group["param_names"]:
             found[parameter] = group["lr"], group["weight_decay"]
-    of_matrices = 4.0 if name == "adamw" else 2.0
     for parameter, numbers in found.items():
         rate, decay, divisor = (0.5e-2, 0.2, of_matrices)
         if parameter in ("tok_embeddings.weight", "output.weight"):
@@ -166,24 +134,6 @@ def test_a_model_with_patterns_has_the_updates_of_plain_adamw() -> None:
     torch.testing.assert_close(parameter.detach(), plain.detach(), rtol=0, atol=1e-6)
 
 
-def test_optimizer_states_are_named_by_parameter() -> None:
-    model = Transformer(MODEL)
-    optimizer = build_optimizer([model], OptimizerConfig(name="muon", groups=PATTERNS))
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    states = optimizer.state_dict()
-    entries = {
-        name: {key[len(name) + 1 :] for key in states if key.startswith(f"{name}.")}
-        for name in ("layers.0.attention.wq.weight", "layers.0.attention.wk.weight")
-    }
-    assert entries == {
-        "layers.0.attention.wq.weight": {"step", "exp_avg", "exp_avg_sq"},
-        "layers.0.attention.wk.weight": {"momentum_buffer"},
-    }
-    assert optimizer.state_dict()["norm.weight.exp_avg"] is states["norm.weight.exp_avg"]
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
@@ -193,11 +143,7 @@ def test_optimizer_states_are_named_by_parameter() -> None:
         ),
         ({"groups": [{"params": ""}]}, r"optimizer.groups\[0\].params = '' must name parameters"),
         ({"groups": [{"params": "*", "lr_factor": -1}]}, r"optimizer.groups\[0\].lr_factor = -1.0 must be at least 0"),
-        ({"groups": [{"params": "*", "optimizer": "moun"}]}, r"groups\[0\].optimizer = 'moun' .*did you mean 'muon'"),
-        (
-            {"groups": [{"params": "*norm.weight", "optimizer": "muon"}]},
-            "muon cannot update .*norm.weight, whose shape",
-        ),
+        ({"groups": [{"params": "*", "optimizer": "adam"}]}, r"groups\[0\].optimizer = 'adam' .*did you mean 'adamw'"),
         ({"options": {"lion": {"beta1": 0.9}}}, r"optimizer.options.lion is for an optimizer that no parameter group"),
         ({"options": {"adamw": {"beta1": 0.9}}}, r"optimizer.options.adamw.beta1 is not a known key"),
         ({"options": {"adamw": 1}}, r"optimizer.options.adamw = 1 must be a table"),
@@ -207,15 +153,3 @@ def test_invalid_groups_and_options_are_rejected(table: dict[str, Any], message:
     parameters = dict(Transformer(MODEL).named_parameters())
     with pytest.raises(ConfigError, match=message):
         check_optimizer(from_toml(OptimizerConfig, table, "optimizer."), parameters, MODEL)
-
-
-def test_muon_rejects_a_parameter_of_three_dimensions_by_name() -> None:
-    model = nn.Module()
-    model.experts = nn.Parameter(torch.ones(2, 3, 4))
-    with pytest.raises(
-        ConfigError, match=r"muon cannot update experts, whose shape is 2 x 3 x 4: .*optimizer = 'adamw'"
-    ):
-        build_optimizer([model], OptimizerConfig(name="muon"))
-    by_adamw = (ParameterPatternConfig(params="experts", optimizer="adamw"),)
-    (optimizer,) = build_optimizer([model], OptimizerConfig(name="muon", groups=by_adamw)).optimizers
-    assert isinstance(optimizer, ShardedAdamW)

@@ -8,14 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from captured_log import captured_log
-from safetensors.torch import save_file
 
 from torchtrain import progress
 from torchtrain.datasets.local_files import identify
 from torchtrain.logging import logger
-from torchtrain.plugins.huggingface.safetensors_folder import Source, read_into
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +61,7 @@ def test_nothing_is_shown_before_ten_seconds_or_by_other_ranks(
     assert lines == []
 
 
-def test_hashing_and_loading_count_the_bytes_that_are_read(tmp_path: Path, lines: list[str]) -> None:
+def test_hashing_counts_the_bytes_that_are_read(tmp_path: Path, lines: list[str]) -> None:
     for name, size in (("a.txt", 3 << 20), ("b.txt", 1 << 20)):
         (tmp_path / name).write_bytes(b"x" * size)
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
@@ -72,9 +69,3 @@ def test_hashing_and_loading_count_the_bytes_that_are_read(tmp_path: Path, lines
     assert lines[-1].startswith("hashing the data: 100% of 1.25MB")
     identify(files, whole=True)
     assert lines[-1].startswith("hashing the data: 100% of 4.19MB")
-    expected = {name: torch.randn(500, 500) for name in ("a", "b")}
-    save_file(expected, tmp_path / "model.safetensors")
-    found = {name: torch.zeros(500, 500) for name in expected}
-    read_into(found, {name: Source(tmp_path / "model.safetensors", name) for name in expected})
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-    assert lines[-1].startswith("loading weights: 100% of 2.00MB")

@@ -1,16 +1,12 @@
-"""Performance options: selective checkpointing, attention backends, float8, bfloat16 optimizer states, benchmark.py."""
+"""Performance options: selective checkpointing, attention backends, bfloat16 optimizer states, benchmark.py."""
 
-import itertools
-import math
 import os
 import runpy
-import shutil
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,12 +14,8 @@ from typing import Any
 import fake_flash_attention
 import pytest
 import torch
-import torch.distributed as dist
-from emulated_float8 import emulated_float8
-from forked_run import different_tensors, finish, saved_tensors
 from gloo_pool import GlooPool
-from parity import TINY, assert_same_run, build, config_of, full_weights, train, use_existing_process_group
-from safetensors.torch import load_file
+from parity import TINY, build, config_of, full_weights
 from torch import Tensor, nn
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
 from torch.nn.attention._fa3 import register_flash_attention_fa3
@@ -34,14 +26,13 @@ from torchtrain.config.schema import (
     JobConfig,
     OptimizerConfig,
     TrainingConfig,
-    section_of,
 )
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
 from torchtrain.cpu.build import apply_batched_attention_backward
-from torchtrain.distributed.mesh import ParallelDims, local
+from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.metrics.run_description import _precision
-from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.parallelisms import activation_checkpoint
@@ -53,10 +44,6 @@ from torchtrain.parallelisms.attention_backend import (
 )
 from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
-from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.plugins.evaluation.generation import attention_for_generation
-from torchtrain.plugins.float8.conversion import Float8
-from torchtrain.plugins.float8.options import Float8Config
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -161,9 +148,6 @@ def test_flash_attention_3_is_activated_until_another_backend_is_chosen() -> Non
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         choose_attention_backend("flash")  # a later stage of the run
         assert current_flash_attention_impl() is None
-        with attention_for_generation():  # has masks, which flash does not support on GPUs
-            assert torch.backends.cuda.math_sdp_enabled()
-            assert torch.backends.cuda.mem_efficient_sdp_enabled()
         assert not torch.backends.cuda.math_sdp_enabled()
         assert not torch.backends.cuda.mem_efficient_sdp_enabled()
     finally:
@@ -252,119 +236,6 @@ def test_batched_attention_backward_can_be_compiled() -> None:
     assert max(relative_errors(compiled, eager)) < 2e-2
 
 
-def test_float8_requires_a_gpu_of_compute_capability_8_9() -> None:
-    with pytest.raises(ConfigError, match=r"float8.recipe = 'rowwise' needs a GPU of compute capability 8.9"):
-        check_layout(config_of(float8={"recipe": "rowwise"}), CPU, ParallelDims(), TINY)
-
-
-@pytest.mark.parametrize(
-    ("training", "parallelism", "tokens"),
-    [
-        ({"seq_len": 1000, "local_batch_size": 1}, {}, 1000),
-        ({"seq_len": 1000, "local_batch_size": 2}, {"context_parallel_degree": 2}, 1000),
-        ({"seq_len": 1000, "local_batch_size": 4}, {"pipeline_parallel_degree": 2}, 1000),
-    ],
-)
-def test_float8_requires_a_multiple_of_16_tokens(
-    training: dict[str, Any], parallelism: dict[str, Any], tokens: int
-) -> None:
-    pytest.importorskip("torchao")
-    config = config_of(training=training, parallelism=parallelism, float8={"recipe": "tensorwise"})
-    config, degrees = resolve_layout(config, TINY, math.prod(parallelism.values()))
-    gpu = torch.device("cuda", 0)
-    with pytest.raises(ConfigError, match=f"a multiple of 16 tokens at once, and a rank has {tokens},"):
-        check_layout(config, gpu, degrees, TINY, HOPPER)
-    config = replace(config, training=replace(config.training, seq_len=992))
-    check_layout(config, gpu, degrees, TINY, HOPPER)
-
-
-def test_float8_all_gather_is_rejected_where_it_is_not_supported() -> None:
-    pytest.importorskip("torchao")
-    gpu, degrees = torch.device("cuda", 0), ParallelDims(shard=2, context=3)
-    config = config_of(training={"seq_len": 96}, float8={"recipe": "tensorwise"})
-    offloaded = replace(config, training=replace(config.training, enable_cpu_offload=True))
-    plain = Float8Config(recipe="tensorwise", enable_fsdp_float8_all_gather=False)
-    with pytest.raises(ConfigError, match=r"6 shards, which .*, and attention.wq has 32; .*all_gather = false"):
-        check_layout(config, gpu, degrees, TINY, HOPPER)
-    with pytest.raises(ConfigError, match=r"enable_cpu_offload = true in CPU memory.*all_gather = false"):
-        check_layout(offloaded, gpu, ParallelDims(shard=2), TINY, HOPPER)
-    check_layout(config, gpu, ParallelDims(replicate=3, shard=2), TINY, HOPPER)
-    check_layout(offloaded, gpu, ParallelDims(replicate=3), TINY, HOPPER)
-    for one in (config, offloaded):
-        check_layout(replace(one, plugins={"float8": plain}), gpu, degrees, TINY, HOPPER)
-
-
-def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
-    """Train with blocks that compute in emulated float8."""
-    with emulated_float8():
-        return train(config, shape)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "recipe", "changes", "optimizer"),
-    [
-        (1, "tensorwise", {}, {}),
-        (2, "tensorwise", {}, {}),
-        (2, "rowwise", {}, {}),
-        (2, "tensorwise", {"qk_norm": True, "qkv_bias": True}, {"name": "muon"}),
-    ],
-)
-def test_float8_keeps_float32_master_weights_and_is_close_to_float32(
-    gloo: GlooPool, ranks: int, recipe: str, changes: dict[str, Any], optimizer: dict[str, Any]
-) -> None:
-    pytest.importorskip("torchao")
-    shape = replace(TINY, n_layers=2, **changes)
-    config = config_of(training={"local_batch_size": 8 // ranks}, float8={"recipe": recipe}, optimizer=optimizer)
-    [reference] = gloo.run(1, train, config_of(training={"local_batch_size": 8}, optimizer=optimizer), shape)
-    for curve in gloo.run(ranks, train_in_float8, config, shape):
-        assert_same_run([curve], reference, rel=0.1)
-        assert curve.losses != reference.losses
-        assert [name for name, tensor in curve.last.items() if tensor.dtype != torch.float32] == []
-
-
-def test_float8_checkpoint_has_plain_tensors_and_resumes_bitwise(tmp_path: Path) -> None:
-    if not find_spec("torchao"):
-        pytest.skip("needs torchao")
-    options = ("--float8.recipe", "tensorwise", "--ema.enable", "--huggingface.export", "--training.steps", "4")
-    finish(tmp_path, *options, hook=emulated_float8)
-    whole = saved_tensors(tmp_path, 4)
-    assert {type(tensor) for tensor in whole.values()} == {torch.Tensor}
-    exported = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")["model.layers.0.mlp.up_proj.weight"]
-    assert torch.equal(exported, whole["model.layers.0.feed_forward.w3.weight"].bfloat16())
-    shutil.rmtree(tmp_path / "checkpoint" / "step-4")
-    finish(tmp_path, *options, hook=emulated_float8)
-    assert different_tensors(saved_tensors(tmp_path, 4), whole) == []
-
-
-def scales_with_averaged_weights(config: JobConfig) -> list[float]:
-    """Return, for each float8 weight of the model with averaged weights, its scale times its largest element."""
-    with use_existing_process_group(TINY), emulated_float8():
-        trainer = Trainer(config)
-    assert trainer.ema is not None
-    for average in trainer.ema.averages.values():
-        local(average).mul_(2)
-    found = []
-    with trainer.averaged_weights():
-        for module in trainer.model.model_parts[0].modules():
-            held: Any = getattr(getattr(module, "weight", None), "_local_tensor", None)
-            if hasattr(held, "_precomputed_scale"):
-                largest = held._tensor.abs().max()
-                dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-                found.append((largest * held._precomputed_scale).item())
-    trainer.dataloader.close()
-    trainer.checkpointer.close()
-    return found
-
-
-def test_averaged_weights_have_their_own_float8_scales(gloo: GlooPool, tmp_path: Path) -> None:
-    pytest.importorskip("torchao")
-    job, ema = {"dump_folder": str(tmp_path)}, {"enable": True}
-    config = config_of(job=job, data={"prefetch": 0}, ema=ema, float8={"recipe": "tensorwise"})
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    for found in gloo.run(2, scales_with_averaged_weights, config):
-        assert found == pytest.approx([largest] * 7 * TINY.n_layers)
-
-
 def states_after_steps(state_dtype: str) -> Any:
     parts = build(config_of()).model_parts
     optimizer = build_optimizer(parts, OptimizerConfig(lr=1e-2, state_dtype=state_dtype))  # type: ignore[arg-type]
@@ -443,48 +314,6 @@ def matrix_products_of_a_step(keep: bool, monkeypatch: pytest.MonkeyPatch) -> in
 def test_selective_checkpointing_saves_attention_that_is_compiled_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert matrix_products_of_a_step(True, monkeypatch) == matrix_products_of_a_step(False, monkeypatch) - 2
     assert torch.ops.higher_order.flex_attention in activation_checkpoint.OPS_TO_SAVE  # for a compiled block
-
-
-@pytest.mark.parametrize(("recipe", "granularity"), [("tensorwise", "TENSORWISE"), ("rowwise", "AXISWISE")])
-def test_float8_scaling_granularity_is_that_of_the_recipe(recipe: Any, granularity: str) -> None:
-    pytest.importorskip("torchao")
-    with torch.device("meta"):
-        model = Transformer(TINY)
-    Float8(Float8Config(recipe=recipe), emulate=True).convert(model, shards=1)
-    linear: Any = model.layers["0"].get_submodule("attention.wq")
-    assert linear.config.cast_config_weight.scaling_granularity.name == granularity
-
-
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_small_layers_that_are_filtered_are_those_of_torchao(recipe: Any) -> None:
-    rule = pytest.importorskip("torchao.float8.float8_linear_utils")._auto_filter_for_recipe(recipe, filter_fqns=[])
-    sizes = [16 * n for n in (1, 64, 65, 128, 129, 256, 257, 896)]
-    conversion = Float8(Float8Config(recipe=recipe, filter_small_layers=True))
-    with torch.device("meta"):
-        for outputs, inputs in itertools.product(sizes, sizes):
-            layer = torch.nn.Linear(inputs, outputs, bias=False)
-            assert conversion.is_converted(outputs, inputs) == rule(layer, ""), (outputs, inputs)
-        model = Transformer(replace(TINY, dim=2048, n_heads=16, n_kv_heads=4, ffn_dim=8192, n_layers=1))
-    conversion.convert(model, shards=1)
-    converted = {name for name, module in model.layers["0"].named_modules() if type(module).__name__ == "Float8Linear"}
-    small = {"attention.wk", "attention.wv"} | ({"attention.wq", "attention.wo"} if recipe == "rowwise" else set())
-    of_block = {name for name, module in model.layers["0"].named_modules() if isinstance(module, torch.nn.Linear)}
-    assert converted == of_block - small - ({"feed_forward.w2"} if recipe == "rowwise" else set())
-
-
-def test_filtered_float8_layers_are_rejected_with_tensor_parallelism() -> None:
-    pytest.importorskip("torchao")
-    shape = replace(TINY, dim=2048, n_heads=16, n_kv_heads=4, ffn_dim=8192, n_layers=1)
-    for recipe, tensor, rejected in (("tensorwise", 2, True), ("tensorwise", 1, False), ("rowwise", 2, False)):
-        config = config_of(float8={"recipe": recipe, "filter_small_layers": True})
-        check = partial(
-            Float8(section_of(config, Float8Config)).check, config, ParallelDims(tensor=tensor), shape, 64, (9, 0)
-        )
-        if not rejected:
-            check()
-            continue
-        with pytest.raises(ConfigError, match=r"filter_small_layers = true leaves out some layers .*; set it to false"):
-            check()
 
 
 def test_memory_budget_is_set_in_torch_compile() -> None:

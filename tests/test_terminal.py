@@ -18,10 +18,8 @@ from terminal import Terminal
 
 from torchtrain import __version__
 from torchtrain.config.schema import (
-    CheckpointConfig,
     DataConfig,
     JobConfig,
-    JobSection,
     LRSchedulerConfig,
     SourceConfig,
     TrainingConfig,
@@ -29,14 +27,13 @@ from torchtrain.config.schema import (
 from torchtrain.datasets.data_source import SourceSize
 from torchtrain.logging import aligned, counted, wrapped
 from torchtrain.metrics.history import read_run
-from torchtrain.metrics.results import next_commands, summarize
+from torchtrain.metrics.results import summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
 from torchtrain.metrics.validation_log import format_validation
 
 LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
 LABELS += ["compile", "checkpoints", "start"]
 SOURCES, ENDINGS = ("all sources", "code", "prose"), ("", "_code", "_prose")
-RESULTS = ["time", "tokens", "loss", "checkpoints", "report", "next"]
 ROOT = Path(__file__).parent.parent
 PREPARE_IMPORTS = """
 import sys
@@ -127,10 +124,7 @@ def test_step_lines_are_colored_only_where_the_terminal_shows_it(
     assert ("\x1b" in screen) is is_colored
 
 
-@pytest.fixture(scope="module")
-def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two steps."""
-    folder = tmp_path_factory.mktemp("commands")
+def run_of_two_steps(folder: Path) -> Path:
     (folder / "text.txt").write_text("def f(x):\n    return x\n" * 400)
     (folder / "small.toml").write_text(
         "[model.shape]\ndim = 32\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64\n"
@@ -142,36 +136,39 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-COMMANDS = {
-    "estimate": ("--job.config_file", "small.toml", "--estimate.world_size", "2"),
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps."""
+    return run_of_two_steps(tmp_path_factory.mktemp("commands"))
+
+
+COMMANDS: dict[str, tuple[str, ...]] = {
     "prepare": ("--job.config_file", "small.toml", "--prepare.output", "prepared"),
     "cache": (),
-    "compare": ("run", "run"),
-    "generate": ("run", "--prompt", "def", "--max_new_tokens", "3"),
-    "perplexity": ("run", "text.txt"),
-    "convert": ("run", "exported"),
-    "convert_config": ("titan.toml",),
-    "explain": ("run", "--step", "2"),
 }
+TERMINALS = [
+    (80, {"NO_COLOR": "1"}),
+    pytest.param(80, {"TERM": "dumb"}, marks=pytest.mark.slow),
+    pytest.param(140, {}, marks=pytest.mark.slow),
+    pytest.param(140, {"CI": "1"}, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize(
-    ("columns", "variables"),
-    [
-        (80, {"NO_COLOR": "1"}),
-        pytest.param(80, {"TERM": "dumb"}, marks=pytest.mark.slow),
-        pytest.param(140, {}, marks=pytest.mark.slow),
-        pytest.param(140, {"CI": "1"}, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("columns", "variables"), TERMINALS)
 def test_output_of_each_command_in_a_terminal(
     small_run: Path, tmp_path: Path, columns: int, variables: dict[str, str]
+) -> None:
+    check_output_in_a_terminal(COMMANDS, small_run, tmp_path, columns, variables)
+
+
+def check_output_in_a_terminal(
+    commands: dict[str, tuple[str, ...]], small_run: Path, tmp_path: Path, columns: int, variables: dict[str, str]
 ) -> None:
     """Colors only where the terminal has them, and none as text."""
     shutil.copytree(small_run, tmp_path, dirs_exist_ok=True)
     (tmp_path / "titan.toml").write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
     files = {"small.toml", "titan.toml", "run", "text.txt", "exported", "prepared"}
-    for name, arguments in COMMANDS.items():
+    for name, arguments in commands.items():
         terminal = Terminal(columns, **variables)
         given = [str(tmp_path / word) if word in files else word for word in arguments]
         result = run_command(f"torchtrain.{name}", *given, hook=terminal.hook_of_all)
@@ -197,8 +194,11 @@ for name in {names!r}:
 
 
 def test_help_of_each_command_fits_80_columns() -> None:
-    """Without colors and markup."""
-    names = ["train", *COMMANDS]
+    assert "usage: python -m torchtrain.train " in help_of_commands(["train", *COMMANDS])
+
+
+def help_of_commands(names: list[str]) -> str:
+    """The help of the commands in a terminal of 80 columns, which has no colors and no markup."""
     terminal = Terminal(80)
     environment = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "COLUMNS", "CI")}
     environment["TERM"] = "xterm-256color"
@@ -210,10 +210,7 @@ def test_help_of_each_command_fits_80_columns() -> None:
         assert re.search(rf"^usage: python -m torchtrain\.{name} ", screen, re.MULTILINE)
     assert [line for line in screen.splitlines() if len(line) > 80] == []
     assert [text for text in ("\x1b", "``", "STR", "None|", "\n\n\n") if text in screen] == []
-    assert "  --max_new_tokens INTEGER\n      Maximum number of new tokens per prompt." in screen
-    assert '  --dtype bfloat16|float16|float32  (default: "bfloat16")\n' in screen
-    assert "  --top_k INTEGER  (default: 0)\n" in screen
-    assert "\n    python -m torchtrain.explain RUN --step N\n" in screen
+    return screen
 
 
 def test_first_line_is_logged_before_torch_is_imported() -> None:
@@ -308,18 +305,16 @@ def test_lines_of_the_log_are_wrapped_between_words(tmp_path: Path, monkeypatch:
     assert "\n    item item" in shown
 
 
-def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def results_of_a_run(tmp_path: Path, *options: str) -> tuple[Path, list[str]]:
+    """The folder of a run of 8 steps, and the lines of its results, of which the first ones are checked."""
     (tmp_path / "held_out.txt").write_text("def held_out(x):\n    return x\n" * 40)
-    options = ("--report.enable", "--validation.enable", "--validation.path", "held_out.txt")
+    options = (*options, "--validation.enable", "--validation.path", "held_out.txt", "--validation.interval", "2")
     terminal = Terminal(78)
     folder = Path("a_name_that_makes_commands_long")
-    run = ForkedRun(folder, *options, "--validation.interval", "2", ranks=2, hook=terminal.hook)
+    run = ForkedRun(folder, *options, ranks=2, hook=terminal.hook)
     assert run.wait() == [0, 0], terminal.close()
     screen = terminal.close()
     lines = screen[screen.index(f"results of {folder}:") :].splitlines()
-    labels = [line[:15].strip() for line in lines[1:] if re.match(r"  \w", line)]
-    assert [label for label in labels if label != "validation"] == RESULTS
     metrics = read_metrics(folder)
     steps = [line for line in metrics if "step_seconds" in line]
     validation = [line for line in metrics if "validation_loss" in line]
@@ -331,42 +326,18 @@ def test_end_of_a_run_has_its_results_and_the_next_commands(tmp_path: Path, monk
     last_loss, best_loss = validation[-1]["validation_loss"], best["validation_loss"]
     assert lines[4] == f"  validation   loss {last_loss:.4f}, the best {best_loss:.4f} after step {best['step']}"
     assert lines[5] == f"  checkpoints  {folder}/checkpoint, the last one step-8"
-    assert lines[6] == f"  report       {folder}/report.md"
-    assert lines[7:10] == [  # on a line each, so that they can be copied
-        "  next",
-        f'    python -m torchtrain.generate {folder} --prompt "..."',
-        f"    python -m torchtrain.convert {folder} {folder}_hf",
-    ]
-    assert max(map(len, lines[:8])) <= 78 < min(map(len, lines[8:10]))
-    report = (folder / "report.md").read_text()
-    assert f"| validation | {lines[4][15:]} |" in report
-    assert "![Curves of the run](curves.png)" in report
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert [label for label in LABELS if f"| {label} |" not in report] == []
+    return folder, lines
 
 
-def test_commands_that_come_next_read_a_bucket_by_url() -> None:
-    bucket = CheckpointConfig(folder="s3://my-bucket/my-run/checkpoint")
-    config = JobConfig(job=JobSection(dump_folder="outputs/my-run"), checkpoint=bucket)
-    assert next_commands(config, 8, is_complete=True) == [
-        'python -m torchtrain.generate s3://my-bucket/my-run/checkpoint --prompt "..."',
-        "python -m torchtrain.convert s3://my-bucket/my-run/checkpoint outputs/my-run_hf",
-    ]
+def labels_of(lines: list[str]) -> list[str]:
+    labels = [line[:15].strip() for line in lines[1:] if re.match(r"  \w", line)]
+    return [label for label in labels if label != "validation"]
 
 
-def test_quickstart_shows_the_screens_of_a_default_run() -> None:
-    """Its description and its results have the rows of a run (tests above), in their order and columns."""
-    text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    results = [*RESULTS[:3], "validation", *RESULTS[3:]]
-    for head, labels in (("run debug_model: ", LABELS), ("results of debug_model:", results)):
-        (block,) = (block for block in blocks if re.search(rf"^[0-9:]+ {head}", block, re.MULTILINE))
-        rows = re.split(rf"^[0-9:]+ {head}.*\n", block, flags=re.MULTILINE)[1].splitlines()
-        assert [row[:15].strip() for row in rows if re.match(r"  \w", row)] == labels
-        aligned_rows = rows[: labels.index("next")] if "next" in labels else rows
-        assert [row for row in aligned_rows if not (row[14] == " " and row[15] != " ")] == []
-    assert "\n  start        resumes from outputs/debug_model/checkpoint/step-100\n" in text
-    assert "\n  devices      cpu (x86_64), 2 ranks: shard 2\n" in text
+def test_end_of_a_run_has_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, lines = results_of_a_run(tmp_path)
+    assert labels_of(lines)[:4] == ["time", "tokens", "loss", "checkpoints"]
 
 
 def test_validation_of_several_sources_has_a_row_each_with_the_best_so_far(
@@ -430,13 +401,16 @@ def test_results_of_a_validation_name_the_best() -> None:
     ]
 
 
-def test_stopped_run_names_how_to_resume_and_writes_no_report(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, "--report.enable", "--training.steps", "1000", ranks=1, hook=slow_steps)
+def test_stopped_run_names_how_to_resume(tmp_path: Path) -> None:
+    stop_run(tmp_path)
+
+
+def stop_run(tmp_path: Path, *options: str) -> None:
+    run = ForkedRun(tmp_path, *options, "--training.steps", "1000", ranks=1, hook=slow_steps)
     run.wait_for(lambda: len(read_metrics(tmp_path)) > 2)
     run.kill(number=signal.SIGTERM)
     assert run.wait() == [75], run.output()
     assert "next         the same command again resumes the run" in run.output()
-    assert not (tmp_path / "report.md").exists()
 
 
 def test_rate_of_tokens_is_that_of_the_steps_of_the_file(tmp_path: Path) -> None:

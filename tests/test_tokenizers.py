@@ -5,22 +5,15 @@ import io
 import json
 import random
 import shutil
-import types
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import sentencepiece
-from forked_run import TINY
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from transformers import AutoTokenizer
 
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.errors import TokenizerError
-from torchtrain.plugins.evaluation.harness import HarnessBase
-from torchtrain.plugins.huggingface.safetensors_folder import write_hf_config
 
 WORD_LEVEL = Library(WordLevel({"a": 0}, unk_token="a")).to_str().encode()
 TEXT = 'def f(x):\n    return {"é": x ** 2}  # \t tabs,  spaces, 中文, 🙂\n\n\nclass A: ...\r\n'
@@ -34,12 +27,16 @@ def write_ranks(path, tokens):
 BYTES = [bytes([byte]) for byte in range(256)]
 
 
-@pytest.fixture
-def rank_file(tmp_path, monkeypatch):
+def small_rank_file(tmp_path, monkeypatch):
     """A tiktoken rank file like Llama 3's, with the 256 bytes and a few merges."""
     tokens = [*BYTES, b"he", b"ll", b"hell", b"hello", b" w", b"12", b"123"]
     monkeypatch.setattr("torchtrain.datasets.tokenizers.LLAMA3_RANKS", len(tokens))
     return write_ranks(tmp_path / "tokenizer.model", tokens)
+
+
+@pytest.fixture
+def rank_file(tmp_path, monkeypatch):
+    return small_rank_file(tmp_path, monkeypatch)
 
 
 def test_rank_file_must_have_as_many_ranks_as_llama_3(tmp_path):
@@ -122,45 +119,6 @@ def test_prompt_of_a_sentencepiece_model_has_the_special_tokens_of_transformers(
     ours, theirs = load_tokenizer(str(tmp_path)), AutoTokenizer.from_pretrained(tmp_path)
     assert ours.encode_prompt("def main(", ours.added_ids) == theirs.encode("def main(")
     assert ours.encode_prompt("", ours.added_ids)[:1] == ([ours.bos_id] if added else [])
-
-
-def export_of(path: str, folder: Path) -> Any:
-    """The tokenizer of the export of a run with the tokenizer ``path``, as transformers reads it."""
-    folder.mkdir(exist_ok=True)
-    size = load_tokenizer(path).vocab_size
-    write_hf_config(folder, replace(TINY, vocab_size=size), "float32", path)
-    return AutoTokenizer.from_pretrained(folder)
-
-
-@pytest.mark.parametrize("kind", ["sentencepiece", "tiktoken", "json"])
-def test_texts_that_spell_special_tokens_are_scored_as_by_the_exported_model(tmp_path, rank_file, kind):
-    """In front, in the middle and at the end, for the harness's own model and for ours."""
-    path = {"sentencepiece": "", "tiktoken": rank_file, "json": ""}[kind]
-    if kind == "json":
-        export_of("", tmp_path / "json")
-        path = str(tmp_path / "json" / "tokenizer.json")
-    theirs, ours = export_of(path, tmp_path / "export"), load_tokenizer(path)
-    harness = types.SimpleNamespace(text_tokenizer=ours, added_ids=ours.added_bos)
-    bos, eos = theirs.bos_token, theirs.eos_token
-    assert ours.name_of(ours.bos_id) == bos
-    for text in (
-        "def f",
-        f"{bos}def f",
-        f"a {eos} b",
-        f"a{eos}b{bos}",
-        f"{eos}a{eos}",
-        "",
-        bos,
-        f"{bos}{bos} x",
-        "<un k>",
-    ):
-        assert ours.ids_with_special(text) == theirs.encode(text, add_special_tokens=False), text
-        starts = text.startswith(bos)  # as HFLM.tok_encode
-        assert HarnessBase.tok_encode(harness, text) == theirs.encode(text, add_special_tokens=not starts), text
-        assert HarnessBase.tok_encode(harness, text, False) == theirs.encode(text, add_special_tokens=False), text
-        prompt = ours.encode_prompt(text, ours.added_bos)  # of generate and of evaluation.prompts
-        assert prompt == theirs.encode(text, add_special_tokens=not starts), text
-        assert not ours.special_ids & set(ours.encode(text)) - {0}, "documents spell no special token but <unk>"
 
 
 def test_content_hash_identifies_the_tokenizer(rank_file):

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "harness")]
+sys.path[:0] = [str(FOLDER), *(str(FOLDER / "tests" / name) for name in ("harness", "plugins/harness"))]
 
 HEADER = ("function", "kernels", "float32", "bfloat16", "eager bfloat16", "result with the largest error", "seconds")
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 FOLDER = Path(__file__).resolve().parent.parent.parent
-sys.path[:0] = [str(FOLDER), str(FOLDER / "tests" / "harness")]
+sys.path[:0] = [str(FOLDER), *(str(FOLDER / "tests" / name) for name in ("harness", "plugins/harness"))]
 
 if TYPE_CHECKING:
     from lowered_step import Lowered

@@ -40,8 +40,6 @@ from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.parallelisms.resolve import resolve_layout
-from torchtrain.plugins.comparison.fingerprint_hook import FingerprintHook
-from torchtrain.plugins.comparison.options import ComparisonConfig
 from torchtrain.trainer import TrainStep, initialize
 
 TINY = TransformerConfig(32, 4, 4, 2, 64, 100, max_seq_len=16)
@@ -143,9 +141,6 @@ def train(
         wait_for_copies=lambda: None,
         ema=averages,
     )
-    if section_of(config, ComparisonConfig).fingerprint_steps:
-        sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
-        train_step.hooks.all.append(FingerprintHook(sized, model))
     attach(train_step)
     degrees = model.mesh.degrees
     losses, grad_norms, z_losses = [], [], []

@@ -11,9 +11,6 @@ for name in (
     "torch._inductor.compile_fx",
     "torch.utils.tensorboard",
     "torchtrain.fault_tolerance.watchdog",
-    "torchtrain.plugins.comparison.implementations",
-    "torchtrain.plugins.remote_data.hub",  # and the libraries that are imported only when data need them
-    "torchtrain.plugins.evaluation.generation",
     "torchtrain.launch",
     "torchtrain.metrics",
     "torchtrain.metrics.profiler",
@@ -23,13 +20,8 @@ for name in (
     "pytest",  # a test's module imports it when a rank calls one of its functions
 ):
     import_module(name)
-for name in (
-    "scipy.io",  # datasets imports it when it opens files
-    "s3fs",
-    "torchtrain.plugins.report.curves",
-):
-    with suppress(ImportError):  # they are optional
-        import_module(name)
+with suppress(ModuleNotFoundError):  # in a tree without plugins
+    import_module("plugin_preload")
 inspect.getsource = cache(inspect.getsource)  # each page of --help reads the option texts by it
 import_module("torchtrain.config.parse").parse([])
 gc.collect()

@@ -3,60 +3,17 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from parity import Curve, build, config_of, train
+from parity import build, config_of, train
 from torch import Tensor
 
-from torchtrain.checkpoint.states import ModelState
-from torchtrain.checkpoint.weights import load_weights
-from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
-from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
-from torchtrain.models.initialization import layout_independent_init
-from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.llama import model as llama
 from torchtrain.parallelisms import tensor_parallel
-from torchtrain.parallelisms.parallelize_llama import parallelize_llama
-from torchtrain.plugins.evaluation.generation import Sampling, generate
-from torchtrain.plugins.huggingface.safetensors_folder import save_hf
-
-
-def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
-    save_hf(ModelState([model], model.config.tied_embeddings).state_dict(), folder, model.config, dtype, "")
-
-
-def shard(shape: TransformerConfig, parallelism: ParallelismConfig) -> Transformer:
-    mesh = Mesh(torch.device("cpu"), resolve_parallel_dims(parallelism, dist.get_world_size()))
-    with torch.device("meta"):
-        model = Transformer(shape)
-    parallelize_llama(
-        model,
-        mesh,
-        JobConfig(
-            training=TrainingConfig(mixed_precision_param="float32"),
-            parallelism=parallelism,
-            activation_checkpoint=ActivationCheckpointConfig(mode="full"),
-        ),
-    )
-    model.to_empty(device="cpu")
-    model.init_buffers()
-    return model
-
-
-def load_and_export_sharded(
-    source: Path, target: Path, shape: TransformerConfig, parallelism: ParallelismConfig
-) -> int:
-    model = shard(shape, parallelism)
-    load_weights([model], source, shape)
-    export(model, target)
-    return max(parameter.to_local().numel() for parameter in model.parameters())  # type: ignore[attr-defined]
 
 
 def build_without_tensor_parallel_plan(name: str) -> None:
@@ -73,21 +30,6 @@ def build_without_tensor_parallel_plan(name: str) -> None:
             build(config_of(parallelism={"tensor_parallel_degree": 2}))
     finally:
         tensor_parallel.parallelize_module = parallelize
-
-
-def generate_greedily(shape: TransformerConfig, ranks: int) -> list[int | None]:
-    """Tokens that a randomly initialized model generates on ``ranks`` tensor-parallel ranks."""
-    mesh = Mesh(torch.device("cpu"), ParallelDims(tensor=ranks))
-    with torch.device("meta"):
-        model = Transformer(shape)
-    if ranks > 1:
-        tensor_parallel.apply_tensor_parallel(model, mesh.tensor, sequence_parallel=False)
-    model.to_empty(device="cpu")
-    with layout_independent_init([model], 3), torch.no_grad():
-        model.init_weights()
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter, 0.0 if parameter.ndim > 1 else 1.0, 0.2)
-    return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
 
 
 @dataclass
@@ -132,9 +74,3 @@ def rope_in_a_step(parallelism: dict[str, int], checkpointing: str) -> RopeRecor
     with recorded_rope() as record:
         train(config, steps=1)
     return record
-
-
-def train_example_family(config: JobConfig, shape: TransformerConfig, document_start: int | None = None) -> Curve:
-    """``train`` a model of the package in ``scripts/families``."""
-    import_modules(["torchtrain_families"])
-    return train(config, shape, document_start=document_start)

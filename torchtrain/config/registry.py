@@ -77,7 +77,7 @@ class Registry:
             try:
                 entry = getattr(import_module(module), attribute)
             except ModuleNotFoundError as error:
-                plugin = missing_plugin(error)
+                plugin = missing_plugin(error, module)
                 if plugin is None:
                     raise
                 raise ConfigError(
@@ -129,10 +129,12 @@ LR_SCHEDULES = Registry(
 rate as a factor of its peak."""
 
 
-def missing_plugin(error: ModuleNotFoundError) -> str | None:
-    """The plugin of this repository whose module was not found; None if ``error`` is about another module."""
-    parts = (error.name or "").split(".")
-    return ".".join(parts[:3]) if parts[:2] == ["torchtrain", "plugins"] else None
+def missing_plugin(error: ModuleNotFoundError, module: str) -> str | None:
+    """The plugin of this repository that ``module`` is in, if it was not found; None if another module was not."""
+    parts = module.split(".")
+    plugin = ".".join(parts[:3])
+    is_missing = error.name is not None and f"{module}.".startswith(f"{error.name}.")
+    return plugin if is_missing and parts[:2] == ["torchtrain", "plugins"] else None
 
 
 def _origin(entry: Any) -> str:

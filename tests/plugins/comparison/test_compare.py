@@ -26,7 +26,7 @@ from crash_test_s3 import tensors as tensors_of
 from forked_command import checked_command, run_command
 from forked_run import finish
 from gloo_pool import GlooPool
-from parity import TINY, config_of, train
+from parity import GLOBAL_BATCH, TINY, config_of, train
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -42,6 +42,7 @@ from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.comparison import runs
+from torchtrain.plugins.comparison.fingerprint_hook import FingerprintHook
 from torchtrain.plugins.comparison.fingerprints import (
     FILE,
     Fingerprint,
@@ -54,6 +55,7 @@ from torchtrain.plugins.comparison.fingerprints import (
 from torchtrain.plugins.comparison.options import ComparisonConfig
 from torchtrain.plugins.comparison.runs import Finding, RunFolder, open_run, plot_losses, summarize, verdict
 from torchtrain.plugins.stages.driver import resolve_stages
+from torchtrain.trainer import TrainStep
 
 ROOT = Path(__file__).parents[3]
 
@@ -91,7 +93,12 @@ def train_with_fingerprints(folder: Path, changes: dict[str, dict[str, Any]], dt
         plugins={"comparison": ComparisonConfig(fingerprint_steps=tuple(range(1, steps + 1)))},
         job=replace(config.job, dump_folder=str(folder)),
     )
-    train(config, TINY, steps=steps)
+    sized = replace(config, training=replace(config.training, global_batch_size=GLOBAL_BATCH))
+
+    def attach(step: TrainStep) -> None:
+        step.hooks.all.append(FingerprintHook(sized, step.model))
+
+    train(config, TINY, steps=steps, attach=attach)
 
 
 def compare_all_layouts(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple[str, ...], steps: int) -> int:

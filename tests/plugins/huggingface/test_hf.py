@@ -26,7 +26,7 @@ import torch.distributed as dist
 from forked_run import TINY, ForkedRun, finish
 from gloo_pool import GlooPool
 from json_tokenizers import hard_texts
-from rank_functions import export, load_and_export_sharded
+from plugin_rank_functions import export, load_and_export_sharded
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter

@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 from forkserver import context
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 RANKS = 8
 
 

@@ -25,7 +25,7 @@ from ladder import FORMS, Law, Point, RateLaw, Rung, Size, best_rate, choose_for
 from torchtrain.errors import ConfigError
 from torchtrain.metrics.history import read_run, validation_losses
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 DEBUG = ("--job.config_file", "train_configs/debug_model.toml", "--model.shape.head_dim", "16")
 SIZES, MULTIPLES = (1e6, 3e6, 1e7, 3e7), (5, 10, 20)
 E, A, B, ALPHA, BETA = 1.7, 60.0, 900.0, 0.3, 0.4

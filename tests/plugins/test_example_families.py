@@ -20,9 +20,9 @@ from forked_run import CONFIG, finish, logged_losses
 from gloo_pool import GlooPool
 from json_tokenizers import save_tokenizer
 from parity import TINY, Curve, assert_same_run, config_of
-from rank_functions import train_example_family
+from plugin_rank_functions import train_example_family
 from safetensors.torch import load_file
-from test_families import SMALL, assert_same_as_transformers
+from test_hf_families import SMALL, assert_same_as_transformers
 from test_parallelism import layout
 from torch.utils.flop_counter import FlopCounterMode
 

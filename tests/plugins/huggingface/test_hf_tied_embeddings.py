@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtrain import generate
-from torchtrain.checkpoint.states import ModelState
 from torchtrain.convert import main as convert
 from torchtrain.models.llama import hf
 from torchtrain.plugins.evaluation.trained_model import load_model
@@ -130,12 +129,3 @@ def test_transformers_loads_the_export(hf_model: tuple[Path, nn.Module], folder_
     assert json.loads((exported / "config.json").read_text())["tie_word_embeddings"] is True
     model = AutoModelForCausalLM.from_pretrained(exported, attn_implementation="eager")
     assert_same_logits(model(TOKENS).logits, hf_model[1](TOKENS).logits)
-
-
-def test_tied_names_must_be_one_parameter() -> None:
-    from torchtrain.models.llama import Transformer
-
-    model = Transformer(TIED)
-    model.output.weight = nn.Parameter(model.tok_embeddings.weight.detach().clone())
-    with pytest.raises(AssertionError, match=r"output.weight and tok_embeddings.weight must be one parameter"):
-        ModelState([model], tied=True).state_dict()

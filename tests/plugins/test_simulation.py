@@ -41,7 +41,7 @@ from torchtrain.trainer import TrainStep
 pytestmark = pytest.mark.skipif(fake_cuda.COMPILER is None, reason="a fake GPU needs g++")
 
 # Without continue_hf.toml, whose model sizes come from a Hugging Face folder, and without configs of stages.
-CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("[!c]*[!s].toml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "train_configs").glob("[!c]*[!s].toml"))
 P = "parallelism."
 SMALL = {"training.seq_len": 64, "training.local_batch_size": 4, "training.loss_chunk_tokens": 0}
 Reports = Callable[[str], Report]

@@ -13,7 +13,7 @@ import lowered_step
 import simulated_step
 from lowered_step import Lowered, problems
 
-FOLDER = Path(__file__).parent.parent.parent / "train_configs"
+FOLDER = Path(__file__).parents[3] / "train_configs"
 CONFIGS = sorted(FOLDER.glob("llama*[!s].toml"))  # without configs of stages
 P = "parallelism."
 DOCUMENTS = {"data.document_mask": True}

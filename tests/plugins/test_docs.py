@@ -18,7 +18,7 @@ from docs_checks import blocks, check_commands, check_toml, options_of_run, run_
 
 from torchtrain.config.schema import key_of, section_types
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Run in this order by test_commands_of_the_docs_run_in_a_fresh_clone.

@@ -36,7 +36,7 @@ from torchtrain.trainer import initialize
 # A warning of another version of PyTorch or its compiler is no reason to know less about the GPU.
 pytestmark = pytest.mark.filterwarnings("default")
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEPS = 5
 BASE = [
     *("--model.shape.dim=256", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),

@@ -1,0 +1,31 @@
+"""Fixtures of the tests of plugins."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from hub_server import Hub
+from s3_server import S3Server
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[S3Server]:
+    """A local S3 server with an empty bucket named "bucket"."""
+    server = S3Server()
+    server.make_bucket("bucket")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def hub_of_session() -> Iterator[Hub]:
+    server = Hub(int(os.environ["HF_ENDPOINT"].rpartition(":")[2]))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def hub(hub_of_session: Hub) -> Iterator[Hub]:
+    """A local server that this process and its children use as the Hugging Face hub."""
+    yield hub_of_session
+    hub_of_session.clear()

@@ -1,0 +1,18 @@
+"""What the fork server preloads for the tests of plugins, beside ``preload.py``."""
+
+from contextlib import suppress
+from importlib import import_module
+
+for name in (
+    "torchtrain.plugins.comparison.implementations",
+    "torchtrain.plugins.evaluation.generation",
+    "torchtrain.plugins.remote_data.hub",  # and the libraries that are imported only when data need them
+):
+    import_module(name)
+for name in (
+    "scipy.io",  # datasets imports it when it opens files
+    "s3fs",
+    "torchtrain.plugins.report.curves",
+):
+    with suppress(ImportError):  # they are optional
+        import_module(name)

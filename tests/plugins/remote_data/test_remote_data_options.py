@@ -1,0 +1,40 @@
+"""Options of data that the plugin reads."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtrain.config.parse import parse, to_toml
+from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"type": "hub"}, "data.type = 'hub' needs data.name"),
+        ({"type": "remote_files", "path": "a.txt"}, "'remote_files' is for URLs, and data.path = 'a.txt' is none"),
+        ({"type": "hub", "name": "a", "sources": (SourceConfig(path="b"),)}, "a path, name or type .* exclude"),
+    ],
+)
+def test_wrong_types_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DataConfig(**options)
+
+
+def test_cache_that_is_too_small_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"remote_data.cache_gib = 0.5 must be at least 1"):
+        parse(["--remote_data.cache_gib", "0.5"])
+
+
+def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:
+    file = tmp_path / "mix.toml"
+    file.write_text('[[data.sources]]\npath = "a.jsonl"\nweight = 3\n[[data.sources]]\nname = "org/b"\n')
+    config = parse(["--job.config_file", str(file)])
+    assert [(source.path, source.name, source.weight) for source in config.data.all] == [
+        ("a.jsonl", "", 3.0),
+        ("", "org/b", 1.0),
+    ]
+    (tmp_path / "resolved.toml").write_text(to_toml(config))
+    assert parse(["--job.config_file", str(tmp_path / "resolved.toml")]).data == config.data
