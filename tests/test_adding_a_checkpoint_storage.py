@@ -26,8 +26,7 @@ def block(language: str) -> str:
     return str(code)
 
 
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def register_module_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the module of the page, which is also registered in this process."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(CHECKPOINT_STORAGES, "_entries", dict(CHECKPOINT_STORAGES._entries))
@@ -35,6 +34,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delitem(sys.modules, "sqlite_storage", raising=False)
     importlib.import_module("sqlite_storage")
     return tmp_path
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return register_module_of_the_page(tmp_path, monkeypatch)
 
 
 def use_module_of(folder: Path, slow: bool = False) -> Any:

@@ -1,6 +1,5 @@
 """Errors of users and machines: each command prints one line with the rule and the way out, and exits with 2."""
 
-import json
 import os
 import re
 import signal
@@ -176,33 +175,6 @@ def test_checkpoint_without_config_is_a_user_error(tmp_path: Path) -> None:
     assert resumed.wait() == [2]
     assert "config.toml cannot be read" in resumed.output()
     assert "Traceback" not in resumed.output()
-
-
-def test_plot_skips_invalid_lines_and_rejects_invalid_output_files(tmp_path: Path) -> None:
-    good = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "tokens_per_second": 5.0, "memory_gib": 0.1}
-    lines = [json.dumps(good), "[]", "null", '{"loss": 3}', '{"step": "two"}', '{"step": 2, "lo']
-    (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-    plot = [sys.executable, "scripts/plot.py", str(tmp_path), "-o"]
-
-    def draw(name: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run([*plot, str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True, check=False)
-
-    result = draw("curves.svg")
-    assert result.returncode == 0, result.stderr
-    assert len(result.stderr.splitlines()) == 6
-    for name, why in (("curves.xyz", "must end in one of"), ("nowhere/curves.png", "its folder does not exist")):
-        failed = draw(name)
-        assert (failed.returncode, len(failed.stderr.splitlines())) == (2, 1), failed.stderr
-        assert why in failed.stderr
-    (tmp_path / "full.png").symlink_to("/dev/full")
-    failed = draw("full.png")
-    assert (failed.returncode, failed.stderr.splitlines()[6:]) == (
-        2,
-        [
-            f"error: --output {tmp_path}/full.png could not be written: No space left on device; free space, or name "
-            "another file"
-        ],
-    )
 
 
 def exit_at_first_process() -> None:

@@ -341,22 +341,24 @@ def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Pa
 
 
 def test_run_ends_at_the_end_of_the_data(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "few.jsonl", DOCUMENTS[:20])
-    options = [
-        *("--data.path", str(tmp_path / "few.jsonl"), "--data.when_exhausted", "stop", "--huggingface.export"),
-        *("--validation.enable", "--validation.path", str(tmp_path / "few.jsonl"), "--training.steps", "99"),
-    ]
+    options = options_of_little_data(tmp_path)
     assert "the data end" in finish(tmp_path / "run", *options, ranks=2)
-    hf = (tmp_path / "run/hf").stat()
     finish(tmp_path / "run", *options, ranks=2)  # nothing is left to do
-    assert (tmp_path / "run/hf").stat().st_ino == hf.st_ino
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "validation_loss" in line] == [max(line["step"] for line in lines)]
 
     run = ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64")
     assert run.wait() == [2, 2]
     assert "error: the data do not fill one batch" in run.output()
-    assert not (tmp_path / "none/hf").exists()
+
+
+def options_of_little_data(tmp_path: Path) -> list[str]:
+    """Options of a run that ends with its data."""
+    write_jsonl(tmp_path / "few.jsonl", DOCUMENTS[:20])
+    return [
+        *("--data.path", str(tmp_path / "few.jsonl"), "--data.when_exhausted", "stop"),
+        *("--validation.enable", "--validation.path", str(tmp_path / "few.jsonl"), "--training.steps", "99"),
+    ]
 
 
 @pytest.mark.parametrize(

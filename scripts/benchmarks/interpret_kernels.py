@@ -4,7 +4,7 @@
     python scripts/benchmarks/interpret_kernels.py RoPE loss   # functions whose names begin with these
 
 It needs Triton, which is in the extra dev, and g++. The exit code is 1 if an error is above its bound, as in
-tests/test_lowered_numerics.py.
+tests/plugins/test_lowered_numerics.py.
 """
 
 import argparse

@@ -6,7 +6,7 @@
     python scripts/benchmarks/lower.py --bytes                                # bytes through memory by compiled graph
 
 It needs Triton, which is in the extra dev, and g++. Two layers per pipeline stage are compiled. The exit code is 1
-if a check of tests/test_lowering.py fails.
+if a check of tests/plugins/test_lowering.py fails.
 """
 
 import argparse
@@ -66,7 +66,9 @@ def main() -> int:
     shipped = sorted((FOLDER / "train_configs").glob("llama*[!s].toml"))  # without configs of stages
     parser.add_argument("configs", nargs="*", type=Path, default=shipped)
     parser.add_argument("--gpu", choices=("a100-80", "h100-80", "b200"), default="h100-80")
-    parser.add_argument("--matrix", action="store_true", help="instead of configs, the cases of tests/test_lowering.py")
+    parser.add_argument(
+        "--matrix", action="store_true", help="instead of configs, the cases of tests/plugins/test_lowering.py"
+    )
     parser.add_argument("--match", default="", help="with --matrix: only cases whose name contains this text")
     parser.add_argument("--kernels", action="store_true", help="also print every kernel")
     parser.add_argument("--bytes", action="store_true", help="print the bytes that each graph reads and writes instead")

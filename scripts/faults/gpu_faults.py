@@ -17,7 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-SIMULATION, STREAMS, LOWERING = "tests/test_simulation.py", "tests/test_streams.py", "tests/test_lowering.py"
+SIMULATION, STREAMS, LOWERING = (
+    "tests/plugins/test_simulation.py",
+    "tests/plugins/test_streams.py",
+    "tests/plugins/test_lowering.py",
+)
 ESTIMATE, COMPILE = "tests/plugins/planner/test_estimate.py", "tests/test_compile.py"
 HOST = "tests/test_host_synchronization.py"
 
@@ -292,7 +296,7 @@ FAULTS = [
         "logits of two chunks at a time",
         "models/loss/output_loss.py",
         [("            del logits, grad  # before those of the next chunk are allocated\n", "")],
-        ["tests/test_loss.py"],
+        ["tests/test_loss.py", "tests/plugins/planner/test_loss_memory.py"],
     ),
     Fault(
         "float32 logits, kept for backward by z-loss",
@@ -300,7 +304,7 @@ FAULTS = [
         [
             ("ctx.save_for_backward(logits, log_z,", "ctx.save_for_backward(logits.float(), log_z,"),
         ],
-        ["tests/test_loss.py"],
+        ["tests/test_loss.py", "tests/plugins/planner/test_loss_memory.py"],
     ),
     Fault(
         "gradients kept until the next step",

@@ -48,7 +48,7 @@ COMMANDS = [
 PLANNED = "takes half a minute; test_estimate.py runs a similar command"
 AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; test_hf_to_hf.py runs it on small ones"
-ON_KUBERNETES = "tests/test_kubernetes.py runs it, or does what it does, with a local bucket"
+ON_KUBERNETES = "tests/plugins/test_kubernetes.py runs it, or does what it does, with a local bucket"
 OWN_MODEL = "tests/test_own_model.py runs it"
 REPLICA = (
     "./run_llama_train.sh --job.dump_folder outputs/replicas --training.sums exact --training.global_batch_size 16 "
@@ -61,14 +61,14 @@ LISTED = {
     "python -m torchtrain.cache": "test_token_cache.py",
     "python -m torchtrain.cache --clear": "test_token_cache.py",
     "export PYTHONPATH=.": OWN_MODEL,
-    "pip install -e scripts/families": "tests/test_example_families.py lays out the files of an installation",
+    "pip install -e scripts/families": "tests/plugins/test_example_families.py lays out the files of an installation",
     "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "test_example_families.py: shorter",
     "python -m torchtrain.convert outputs/olmo2 olmo2_hf": "slow tests of test_example_families.py export such runs",
     "pytest -m slow -k example_families": "takes minutes",
     "torchft_lighthouse --min_replicas 1 --bind 127.0.0.1:29510": ON_A_LAPTOP,
     f"{REPLICA} 0": ON_A_LAPTOP,
     f"{REPLICA} 1": ON_A_LAPTOP,
-    "kubectl apply -f scripts/kubernetes/replicas/replicas.yaml": "tests/test_kubernetes.py checks the file",
+    "kubectl apply -f scripts/kubernetes/replicas/replicas.yaml": "tests/plugins/test_kubernetes.py checks the file",
     'OPTIONS="--job.import parallel_block --model.name parallel_block --training.steps 10 '
     '--training.mixed_precision_param float32"': OWN_MODEL,
     "./run_llama_train.sh $OPTIONS --job.dump_folder outputs/one": OWN_MODEL,
@@ -111,7 +111,7 @@ LISTED = {
     "pytest -m gpu": "needs a GPU",
     "scripts/make_wheels.sh": ("needs a package index"),
     "python scripts/benchmarks/measure_kernels.py": "needs a GPU; part of the dry run of first_hour.sh",
-    "scripts/first_hour.sh": ("needs a GPU; tests/test_first_hour.py has its dry run"),
+    "scripts/first_hour.sh": ("needs a GPU; tests/plugins/test_first_hour.py has its dry run"),
     "python scripts/benchmarks/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmarks/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
@@ -150,11 +150,11 @@ LISTED = {
     "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --only context": "takes a minute; run by hand",
     "python scripts/benchmarks/validate_estimate.py --others": "minutes; test_estimate.py runs it with small models",
-    "python scripts/benchmarks/interpret_kernels.py": "minutes; tests/test_lowered_numerics.py",
+    "python scripts/benchmarks/interpret_kernels.py": "minutes; tests/plugins/test_lowered_numerics.py",
     "python scripts/benchmarks/fit_attention.py": "test_estimate.py fits the same",
-    "python scripts/benchmarks/lower.py --bytes": "takes minutes; tests/test_lowering.py checks the same bytes",
-    "python scripts/benchmarks/lower.py": "takes minutes; tests/test_lowering.py compiles the same configs",
-    "python scripts/benchmarks/lower.py --matrix --match selective-documents": "slow tests of tests/test_lowering.py",
+    "python scripts/benchmarks/lower.py --bytes": "takes minutes; tests/plugins/test_lowering.py checks the same bytes",
+    "python scripts/benchmarks/lower.py": "takes minutes; tests/plugins/test_lowering.py compiles the same configs",
+    "python scripts/benchmarks/lower.py --matrix --match selective-documents": "slow tests of tests/plugins/test_lowering.py",
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --data.path my_texts.jsonl --job.dump_folder outputs/my_texts": "run with more options",
@@ -178,7 +178,7 @@ LISTED = {
     "python scripts/faults/recheck_faults.py --steps 20": "takes ten minutes; test_recheck.py has a short version",
     'python scripts/faults/recheck_faults.py --clean 1000 --layouts "3 ranks" "HSDP 2 x 2"': "takes minutes",
     "python scripts/faults/recheck_faults.py --cost 20": "takes minutes",
-    "python scripts/faults/gpu_faults.py": "takes twenty minutes; tests/test_gpu_faults.py plants the same faults",
+    "python scripts/faults/gpu_faults.py": "takes twenty minutes; tests/plugins/test_gpu_faults.py plants the same faults",
     "python scripts/faults/crash_test.py --kills 12 --faults 50": "tests/test_faults.py has a short version",
     "python scripts/faults/crash_test.py --storage s3 --kills 50 --faults 50": "test_s3_checkpoints.py",
     "python scripts/faults/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",
@@ -199,7 +199,7 @@ LISTED = {
     "pip install -e '.[ladder]' -c constraints.txt": "needs a package index",
     "python scripts/ladder.py --output outputs/ladder --sizes 32x2 48x2 64x2 96x2 --next 128x2 --mup "
     "--rates 4e-3 1e-2 2.5e-2 --job.config_file train_configs/debug_model.toml --dry-run": (
-        "tests/test_ladder.py runs a similar command"
+        "tests/plugins/test_ladder.py runs a similar command"
     ),
     "python scripts/ladder.py --output outputs/ladder --sizes 32x2 32x3 48x2 64x2 --next 96x2 --multiples 4 8 "
     "--sweep 4 --rates 4e-3 1e-2 2.5e-2 --mup --job.config_file train_configs/debug_model.toml "

@@ -1,6 +1,6 @@
 """The training steps that are compiled for GPUs without a GPU: the shipped configs, and options with one of them.
 
-Used by ``tests/test_lowering.py`` and by ``scripts/benchmarks/lower.py --matrix``.
+Used by ``tests/plugins/test_lowering.py`` and by ``scripts/benchmarks/lower.py --matrix``.
 """
 
 import re

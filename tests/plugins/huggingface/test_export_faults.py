@@ -13,6 +13,7 @@ from forked_run import (
     finish,
 )
 from test_faults import resume_after_interrupted_validations
+from test_validation import options_of_little_data
 
 from torchtrain.checkpoint.local_storage import saved_steps
 from torchtrain.errors import StoppedError
@@ -72,3 +73,13 @@ def test_interrupted_validation_and_export_are_repeated_on_resume(tmp_path: Path
     assert before == (folder / "hf").stat()
     assert "wrote" in finish(folder, *options, "--huggingface.export_dtype", "float32", ranks=1)
     assert next(folder.glob("hf/*.safetensors")).stat().st_size > 1.9 * len(ours_before)
+
+
+def test_run_that_ends_with_its_data_is_exported_once(tmp_path: Path) -> None:
+    options = [*options_of_little_data(tmp_path), "--huggingface.export"]
+    assert "the data end" in finish(tmp_path / "run", *options, ranks=2)
+    hf = (tmp_path / "run/hf").stat()
+    finish(tmp_path / "run", *options, ranks=2)  # nothing is left to do
+    assert (tmp_path / "run/hf").stat().st_ino == hf.st_ino
+    assert ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64").wait() == [2, 2]
+    assert not (tmp_path / "none/hf").exists()

@@ -3,8 +3,14 @@
 from functools import partial
 from pathlib import Path
 
+import pytest
 from forked_run import finish
-from test_adding_a_checkpoint_storage import options_of_the_page, use_module_of
+from test_adding_a_checkpoint_storage import options_of_the_page, register_module_of_the_page, use_module_of
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return register_module_of_the_page(tmp_path, monkeypatch)
 
 
 def test_export_of_a_run_in_the_database_is_in_the_dump_folder(module: Path, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_resume_compatibility import toml
 
+from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.config.parse import parse, to_toml
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.config.schema import DataConfig, SourceConfig, ValidationConfig
 from torchtrain.errors import ConfigError
 
 
@@ -38,3 +40,16 @@ def test_tables_of_sources_are_parsed(tmp_path: Path) -> None:
     ]
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert parse(["--job.config_file", str(tmp_path / "resolved.toml")]).data == config.data
+
+
+def test_same_data_under_another_name_are_a_harmless_change() -> None:
+    same = {"data.name": "1 file"}
+    (line,) = check_resume_compatibility(toml(data={"name": "a"}), toml(data={"name": "b"}), (), same, same)
+    assert "(harmless): data.name" in line
+
+
+def test_labels_of_subsets_are_distinct() -> None:
+    sources = [SourceConfig(name="org/web", subset=subset) for subset in ("deu", "fra")]
+    sources += [SourceConfig(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
+    labels = [source.title for source in ValidationConfig(enable=True, sources=tuple(sources)).all]
+    assert labels == ["web_deu", "web_fra", "wiki.en", "wiki.de"]

@@ -10,7 +10,7 @@ import first_hour
 import pytest
 from first_hour import Part
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PARTS = ["machine", "steps", "tests", "configs", "benchmark", "models"]
 
 
