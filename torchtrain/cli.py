@@ -20,6 +20,7 @@ from torchtrain.environment import LOST_CONNECTION, limit_error
 from torchtrain.errors import ConfigError, HangError, StoppedError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS
 from torchtrain.logging import init_logging, logger
+from torchtrain.optional_packages import missing_package
 
 # Errors whose cause is outside of the program: errors of any output, and of a path that the user or the config names.
 DISK_FULL_ERRNOS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
@@ -155,10 +156,13 @@ def run_command(run: Callable[[], int]) -> int:
         if limit := limit_error(error):
             _log_once(limit, only_this_rank=True)
             return limit.exit_code
-        if isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("torchtrain.plugins."):
-            reported: TorchtrainError = ConfigError(f"this needs {error.name}, of a plugin that is not installed")
-            _log_once(reported, only_this_rank=True)
-            return reported.exit_code
+        if isinstance(error, ModuleNotFoundError):
+            reported: TorchtrainError | None = missing_package(error)
+            if (error.name or "").startswith("torchtrain.plugins."):
+                reported = ConfigError(f"this needs {error.name}, of a plugin that is not installed")
+            if reported is not None:
+                _log_once(reported, only_this_rank=True)
+                return reported.exit_code
         if not isinstance(error, OSError):
             if LOST_CONNECTION.search(str(error)):
                 time.sleep(SIGNAL_SECONDS)  # a signal that has ended another rank reaches this one, too

@@ -6,8 +6,11 @@ import shlex
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from traceback import walk_tb
 
 import tomli
+
+from torchtrain.errors import ConfigError
 
 DISTRIBUTION = "torchtrain-llama"
 """The name of this package for pip: ``torchtrain`` on PyPI is a package of somebody else."""
@@ -28,14 +31,30 @@ def install_command(extra: str, *, with_constraints: bool = True) -> str:
     return shlex.join(["pip", "install", *requirements, *options])
 
 
+def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
+    """The error to report if a plugin of this repository has imported a package that is not installed.
+
+    It has the command that installs what the plugin needs: those packages are an extra with the name of the plugin.
+    """
+    modules = [frame.f_globals.get("__name__", "").split(".") for frame, _ in walk_tb(error.__traceback__)]
+    plugins = [parts[2] for parts in modules if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2]
+    package = (error.name or "").partition(".")[0]
+    if not plugins or package in ("", "torchtrain"):
+        return None
+    requirements = _requirements(plugins[-1])
+    command = install_command(plugins[-1]) if requirements else shlex.join(["pip", "install", package])
+    return ConfigError(f"the plugin {plugins[-1]} needs the package {package}, which is not installed: {command}")
+
+
 def _requirements(extra: str) -> Sequence[str]:
     """The requirements of ``extra``: in the pyproject.toml of a clone, or in the metadata of the installed package."""
     project = ROOT / "pyproject.toml"
     if project.is_file():
-        found: list[str] = tomli.loads(project.read_text("utf-8"))["project"]["optional-dependencies"][extra]
-        return found
+        extras: dict[str, list[str]] = tomli.loads(project.read_text("utf-8"))["project"]["optional-dependencies"]
+        return extras.get(extra, [])
     try:
         required = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
-    return [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]
+    name = extra.replace("_", "[-_]")  # builds of packages may normalize it
+    return [line for line in required if re.search(rf"extra == ['\"]{name}['\"]", line)]

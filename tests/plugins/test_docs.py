@@ -154,7 +154,9 @@ LISTED = {
     "python scripts/benchmarks/fit_attention.py": "test_estimate.py fits the same",
     "python scripts/benchmarks/lower.py --bytes": "takes minutes; tests/plugins/test_lowering.py checks the same bytes",
     "python scripts/benchmarks/lower.py": "takes minutes; tests/plugins/test_lowering.py compiles the same configs",
-    "python scripts/benchmarks/lower.py --matrix --match selective-documents": "slow tests of tests/plugins/test_lowering.py",
+    "python scripts/benchmarks/lower.py --matrix --match selective-documents": (
+        "slow tests of tests/plugins/test_lowering.py"
+    ),
     "tensorboard --logdir outputs": "serves until it is stopped",
     "apt-get install slurmctld slurmd slurm-client": "needs a package index; run by .ci/run",
     "./run_llama_train.sh --data.path my_texts.jsonl --job.dump_folder outputs/my_texts": "run with more options",
@@ -178,7 +180,9 @@ LISTED = {
     "python scripts/faults/recheck_faults.py --steps 20": "takes ten minutes; test_recheck.py has a short version",
     'python scripts/faults/recheck_faults.py --clean 1000 --layouts "3 ranks" "HSDP 2 x 2"': "takes minutes",
     "python scripts/faults/recheck_faults.py --cost 20": "takes minutes",
-    "python scripts/faults/gpu_faults.py": "takes twenty minutes; tests/plugins/test_gpu_faults.py plants the same faults",
+    "python scripts/faults/gpu_faults.py": (
+        "takes twenty minutes; tests/plugins/test_gpu_faults.py plants the same faults"
+    ),
     "python scripts/faults/crash_test.py --kills 12 --faults 50": "tests/test_faults.py has a short version",
     "python scripts/faults/crash_test.py --storage s3 --kills 50 --faults 50": "test_s3_checkpoints.py",
     "python scripts/faults/crash_test.py --composed 20": "takes long; tests/test_faults.py has a short version",

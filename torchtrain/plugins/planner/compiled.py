@@ -2,8 +2,8 @@
 
 Graph capture, decompositions and the partitioner's choice of saved activations are those of ``torch.compile``. The
 simulation assumes that Inductor writes to memory only the inputs of matrix products, attention, collectives and other
-graphs, and fuses all other operations (``fused_kernels``). ``tests/plugins/test_lowering.py`` compares its bytes with those of
-the kernels that Inductor generates.
+graphs, and fuses all other operations (``fused_kernels``). ``tests/plugins/test_lowering.py`` compares its bytes with
+those of the kernels that Inductor generates.
 """
 
 import logging
