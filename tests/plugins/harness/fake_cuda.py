@@ -8,6 +8,7 @@ loaded before torch is imported. Therefore ``Worker`` starts a separate process.
 import ctypes
 import importlib.util
 import multiprocessing
+import os
 import shutil
 import subprocess
 import traceback
@@ -17,6 +18,8 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 COMPILER = shutil.which("g++")
@@ -32,12 +35,19 @@ def torch_folder() -> Path:
 
 
 def compile_library(folder: Path) -> Path:
+    """Compile the C++ file, and copy the library into ``folder``.
+
+    It is compiled once in a test session, in which each pytest-xdist worker has a folder, with one for each module.
+    """
     assert COMPILER is not None, "needs g++"
-    library, torch = folder / "fake_cuda.so", torch_folder()
+    session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
+    compiled, torch = session / "fake_cuda.so", torch_folder()
     flags = ["-shared", "-fPIC", "-O0", "-w", "-std=c++20", f"-I{torch / 'include'}"]
     links = [f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu"]
-    subprocess.run([COMPILER, *flags, "-o", library, SOURCE, *links], check=True)
-    return library
+    with FileLock(f"{compiled}.lock"):
+        if not compiled.exists():
+            subprocess.run([COMPILER, *flags, "-o", compiled, SOURCE, *links], check=True)
+    return Path(shutil.copy(compiled, folder))
 
 
 class Worker:
