@@ -183,8 +183,8 @@ def test_prose_of_the_standard_library_is_a_source() -> None:
     sentence = "The value of an object is a rather abstract notion in Python:"  # of pydoc's page about classes
     assert any("Ensure changes to file f are physically on disk." in text for text in texts)
     paragraphs = [paragraph for text in texts for paragraph in text.split("\n\n")]
-    assert not any(word in text for word in (">>>", "----", "``") for text in paragraphs)
-    assert all(paragraph[0].isupper() and paragraph.endswith(".") and "\n" not in paragraph for paragraph in paragraphs)
+    assert [text for text in paragraphs if any(word in text for word in (">>>", "----", "``"))] == []
+    assert [text for text in paragraphs if not (text[0].isupper() and text.endswith(".") and "\n" not in text)] == []
     assert sentence in " ".join(paragraphs)
 
 
