@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import tomli
 import torch
 from draw_architecture import FILES, ROOT, imports_of
+from forked_command import checked_command, run_command
 from forked_run import CONFIG, saved_tensors
 from forkserver import free_port
 
@@ -53,41 +55,52 @@ NO_EDITABLE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
 """
-# Trains several times in one process, each time at another port: arguments are JSON.
+# Trains several times in one process: arguments are JSON, the variables of the rank and the options of each run.
 TRAIN = f"""{NO_EDITABLE}
 import json, os
 import torch
 torch.set_num_threads(1)
 from torchtrain.train import main
-for port, options in json.loads(sys.argv[1]):
-    os.environ["MASTER_PORT"] = str(port)
+for variables, options in json.loads(sys.argv[1]):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
     code = main(options)
     if code:
         sys.exit(code)
 """
 
 
-def train(source: Path, work: Path, ranks: int) -> None:
-    """Train all ``LAYOUTS`` of ``ranks`` with the package in the folder ``source``; outputs are in ``work``."""
+def runs_in(work: Path) -> list[tuple[int, list[str]]]:
+    """The number of ranks and the options of each run of ``LAYOUTS``, with outputs in ``work``."""
     config = work / "config.toml"
-    work.mkdir(exist_ok=True)
+    work.mkdir()
     config.write_text(CONFIG.replace("[report]\nenable = false\n", ""), encoding="utf-8")
-    commands = []
-    for name, runs in LAYOUTS[ranks].items():
-        for options in runs:
-            paths = [f"--job.config_file={config}", f"--job.dump_folder={work / name}"]
-            commands.append((free_port(), [*paths, *SMALL, *options]))
+    return [
+        (ranks, [f"--job.config_file={config}", f"--job.dump_folder={work / name}", *SMALL, *options])
+        for ranks, layouts in LAYOUTS.items()
+        for name, runs in layouts.items()
+        for options in runs
+    ]
+
+
+def train_without_plugins(source: Path, work: Path) -> None:
+    """Train with the package in the folder ``source``, in two new interpreters."""
+    commands: list[list[tuple[dict[str, str], list[str]]]] = [[], []]
+    for ranks, options in runs_in(work):
+        port = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+            commands[rank].append((port | own, options))
     processes = []
-    for rank in range(ranks):
-        environment = {**os.environ, "PYTHONPATH": str(source), "MASTER_ADDR": "localhost"}
-        if ranks > 1:
-            environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        log = (work / f"{ranks}-{rank}.log").open("w")
-        command = [sys.executable, "-c", TRAIN, json.dumps(commands)]
+    for rank, of_rank in enumerate(commands):
+        log = (work / f"{rank}.log").open("w")
+        command = [sys.executable, "-c", TRAIN, json.dumps(of_rank)]
+        environment = {**os.environ, "PYTHONPATH": str(source)}
         processes.append(subprocess.Popen(command, cwd=work, env=environment, stdout=log, stderr=log))
         log.close()
     codes = [process.wait() for process in processes]
-    assert codes == [0] * ranks, (work / f"{ranks}-0.log").read_text()
+    assert codes == [0, 0], (work / "0.log").read_text()
 
 
 def logged(folder: Path) -> list[tuple[Any, ...]]:
@@ -95,13 +108,13 @@ def logged(folder: Path) -> list[tuple[Any, ...]]:
     return [(line["step"], line["loss"], line["grad_norm"], line["lr"]) for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS)
-def test_core_without_plugins_trains_the_same_bits(ranks: int, tmp_path: Path) -> None:
+def test_core_without_plugins_trains_the_same_bits(tmp_path: Path) -> None:
     copy = tmp_path / "core"
     shutil.copytree(PACKAGE, copy / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
-    train(copy, tmp_path / "without", ranks)
-    train(ROOT, tmp_path / "with", ranks)
-    for name in LAYOUTS[ranks]:
+    train_without_plugins(copy, tmp_path / "without")
+    for ranks, options in runs_in(tmp_path / "with"):
+        checked_command("torchtrain.train", *options, ranks=ranks)
+    for name in chain.from_iterable(LAYOUTS.values()):
         ours, theirs = tmp_path / "without" / name, tmp_path / "with" / name
         assert len(logged(ours)) == 4
         assert logged(ours) == logged(theirs)
@@ -376,6 +389,22 @@ def make_wheel(folder: Path) -> Path:
     return wheel
 
 
+# Calls the train command several times in one process: arguments are JSON, and the output of call N is in log-N.
+TRAIN_SEVERAL = """
+import json, os, sys
+from contextlib import suppress
+from torchtrain.train import main
+for number, options in enumerate(json.loads(sys.argv[1])):
+    log = os.open(f"log-{number}", os.O_WRONLY | os.O_CREAT)
+    for descriptor in (1, 2):
+        os.dup2(log, descriptor)
+    with suppress(SystemExit):
+        main(options)
+    sys.stdout.flush()
+    sys.stderr.flush()
+"""
+
+
 def test_installed_package_adds_components(tmp_path: Path) -> None:
     site, text = tmp_path / "site", tmp_path / "text.txt"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
@@ -410,35 +439,36 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     assert (tmp_path / "reduced.txt").read_text() == "4"
     assert int((tmp_path / "changes.txt").read_text()) >= 4
 
-    def run(*changed: str) -> str:
-        again = subprocess.run([*command, *changed], cwd=tmp_path, env=environment, text=True, capture_output=True)
-        return again.stdout + again.stderr
-
-    assert "  --example.answer INTEGER  (default: 1; config file: 41)\n      The answer." in run("--help", "example")
-    assert "example.answer = -1 must be at least 1" in run("--example.answer=-1")
+    second = [f"--job.dump_folder={tmp_path / 'second'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_second'}"]
+    second += [f"--checkpoint.initial_load_path=here://{tmp_path / 'run'}", "--optimizer.lr=1e-30"]
+    halves = [f"--job.dump_folder={tmp_path / 'halves'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_halves'}"]
+    changes = [["--help", "example"], ["--example.answer=-1"], second, [*halves, "--example.answer=50"]]
+    changes += [["--example.answer=43", "--training.steps=5"]]
+    several = [sys.executable, "-c", TRAIN_SEVERAL, json.dumps([[*options, *changed] for changed in changes])]
+    result = subprocess.run(several, cwd=tmp_path, env=environment, text=True, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    shown, invalid, log_of_second, log_of_halves, rejected = (
+        (tmp_path / f"log-{number}").read_text() for number in range(5)
+    )
+    assert "  --example.answer INTEGER  (default: 1; config file: 41)\n      The answer." in shown
+    assert "example.answer = -1 must be at least 1" in invalid
     # Weights in a format of the plugin, by a URL of the plugin: the export of a run, and the start of another, which
     # does not change them.
-    second = [f"--job.dump_folder={tmp_path / 'second'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_second'}"]
-    assert "done: step 4" in run(
-        *second, f"--checkpoint.initial_load_path=here://{tmp_path / 'run'}", "--optimizer.lr=1e-30"
-    )
+    assert "done: step 4" in log_of_second
     exported = [torch.load(tmp_path / name / "weights.pt", weights_only=False)[1] for name in ("run", "second")]
     assert [name for name in exported[0] if not torch.equal(exported[0][name], exported[1][name])] == []
     # A run that a plugin divides into two parts has the same steps.
-    halves = [f"--job.dump_folder={tmp_path / 'halves'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_halves'}"]
-    log = run(*halves, "--example.answer=50")
-    assert "second (2 of 2): steps 3 to 4" in log
-    assert "the run in 4 steps" in log
+    assert "second (2 of 2): steps 3 to 4" in log_of_halves
+    assert "the run in 4 steps" in log_of_halves
     divided = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
     found = [{line["step"]: line["loss"] for line in of if "loss" in line} for of in (lines, divided)]
     assert found[0] == found[1]
     assert [line["stage"] for line in divided if "loss" in line] == ["first"] * 2 + ["second"] * 2
     # Options of a plugin change the run, unless its section says otherwise.
-    assert "example.answer = 43 (checkpoint: 42)" in run("--example.answer=43", "--training.steps=5")
-    environment["PYTHONPATH"] = str(ROOT)
-    message = run()
-    assert "example is not a known section; there are job, " in message
-    assert "; or it is of a plugin that is not installed" in message
+    assert "example.answer = 43 (checkpoint: 42)" in rejected
+    without = run_command("torchtrain.train", *options).stderr
+    assert "example is not a known section; there are job, " in without
+    assert "; or it is of a plugin that is not installed" in without
     message = r"beginnings is not a known section.*; or it is of a plugin that is not installed"
     with pytest.raises(ConfigError, match=message):
         from_text("[beginnings]\nanswer = 42\n", "test.toml")

@@ -351,9 +351,9 @@ def test_command_started_by_srun_without_ranks_is_rejected(tmp_path: Path) -> No
     check_rejected_by_srun(tmp_path, "train", *options)
 
 
-def check_rejected_by_srun(tmp_path: Path, command: str, *options: str) -> None:
+def check_rejected_by_srun(tmp_path: Path, command: str, *options: str, hook: Callable[[], object] = int) -> None:
     """The command is rejected where srun starts several tasks without ranks, before it writes to ``tmp_path``."""
-    found = run_command(f"torchtrain.{command}", *options, environment=SRUN)
+    found = run_command(f"torchtrain.{command}", *options, environment=SRUN, hook=hook)
     assert found.returncode == 2, found.stderr
     assert found.stderr.count("error: ") == 1
     assert "SLURM_STEP_NUM_TASKS = 3" in found.stderr

@@ -4,12 +4,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
-from forked_command import checked_command
+from forked_command import checked_command, start_command
 from forked_run import logged_losses
 from forkserver import free_port
 from network_namespaces import ip, network_namespaces
@@ -22,33 +21,24 @@ OPTIONS = [
     *("--training.global_batch_size", "4", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
 ]
-NONE: Mapping[str, str] = MappingProxyType({})
 NAMESPACES = ("torchtrain-a", "torchtrain-b")
 
 
-def start_agent(
-    node: int,
-    endpoint: str,
-    folder: Path,
-    *options: str,
-    namespace: str = "",
-    variables: Mapping[str, str] = MappingProxyType({}),
-) -> subprocess.Popen[str]:
-    """Start one of two agents, each with one rank. In a network namespace its address is 10.77.0.<node + 1>."""
+def arguments(node: int, endpoint: str, local_address: str, folder: Path, *options: str) -> list[str]:
+    """The arguments of torchtrain.launch for one of two agents, each with one rank."""
     # Both agents have the same host name, so torchrun cannot tell from it which one hosts the store: is_host does.
-    command = [
-        *(["ip", "netns", "exec", namespace] if namespace else []),
-        *(sys.executable, "-m", "torchtrain.launch", "--nnodes", "2", "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "test"),
-        *(
-            "--rdzv-conf",
-            f"is_host={1 - node}",
-            "--local-addr",
-            endpoint.split(":")[0] if not namespace else address(node),
-        ),
+    return [
+        *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint),
+        *("--rdzv-id", "test", "--rdzv-conf", f"is_host={1 - node}", "--local-addr", local_address),
         *("-m", "torchtrain.train", "--job.dump_folder", str(folder), *OPTIONS, *options),
     ]
-    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}" if namespace else "lo", **variables}
+
+
+def start_agent(node: int, endpoint: str, folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Start one of two agents, each in a network namespace, in which its address is 10.77.0.<node + 1>."""
+    command = ["ip", "netns", "exec", NAMESPACES[node], sys.executable, "-m", "torchtrain.launch"]
+    command += arguments(node, endpoint, address(node), folder, *options)
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": f"veth{node}"}
     with (folder.parent / f"agent-{node}.log").open("w") as log:
         return subprocess.Popen(command, cwd=ROOT, env={**os.environ, **environment}, stdout=log, stderr=log, text=True)
 
@@ -58,10 +48,16 @@ def address(node: int) -> str:
 
 
 def test_two_agents_have_the_losses_of_one_process(forked_ranks: dict[str, str], tmp_path: Path) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
+    endpoint, started = f"127.0.0.1:{free_port()}", []
     options = ("--training.steps", "6")
-    agents = [start_agent(n, endpoint, tmp_path / "two", *options, variables=forked_ranks) for n in (0, 1)]
-    assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
+    for node in (0, 1):
+        (folder := tmp_path / f"agent-{node}").mkdir()
+        words = arguments(node, endpoint, "127.0.0.1", tmp_path / "two", *options)
+        environment = {**forked_ranks, "GLOO_SOCKET_IFNAME": "lo"}
+        started.append(start_command(folder, "torchtrain.launch", *words, environment=environment))
+    for [agent], [_, errors] in started:
+        agent.join(200)
+        assert agent.exitcode == 0, errors.read_text()
     checked_command("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, *options)
     assert logged_losses(tmp_path / "two") == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
 
@@ -83,7 +79,7 @@ def namespaces() -> Iterator[None]:
 def test_lost_connection_ends_both_agents_and_a_new_start_resumes(namespaces: None, tmp_path: Path) -> None:  # noqa: ARG001
     folder = tmp_path / "run"
     endless = ["--training.steps", "100000", "--checkpoint.interval", "5", "--comm.train_timeout_seconds", "20"]
-    agents = [start_agent(n, f"{address(0)}:29500", folder, *endless, namespace=NAMESPACES[n]) for n in (0, 1)]
+    agents = [start_agent(n, f"{address(0)}:29500", folder, *endless) for n in (0, 1)]
     try:
         wait_for(lambda: len(logged_losses(folder)) > 7, 200)
         ip("-n", NAMESPACES[0], "link", "set", "veth0", "down")
@@ -104,7 +100,7 @@ def test_lost_connection_ends_both_agents_and_a_new_start_resumes(namespaces: No
     ip("-n", NAMESPACES[0], "link", "set", "veth0", "up")
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
     more = ["--training.steps", str(saved + 3)]
-    agents = [start_agent(n, f"{address(0)}:29501", folder, *more, namespace=NAMESPACES[n]) for n in (0, 1)]
+    agents = [start_agent(n, f"{address(0)}:29501", folder, *more) for n in (0, 1)]
     assert [agent.wait(timeout=200) for agent in agents] == [0, 0], (tmp_path / "agent-0.log").read_text()
     assert f"resumed from {folder}/checkpoint/step-{saved}" in (tmp_path / "agent-0.log").read_text()
 

@@ -36,11 +36,11 @@ def environment(**extra: str) -> dict[str, str]:
     return clean | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"} | extra
 
 
-def launch(ranks: int, *arguments: str) -> "subprocess.Popen[str]":
+def launch(ranks: int, *arguments: str, **variables: str) -> "subprocess.Popen[str]":
     """Start run_llama_train.sh."""
     return subprocess.Popen(
         [str(ROOT / "run_llama_train.sh"), *arguments],
-        env=environment(NGPU=str(ranks)),
+        env=environment(NGPU=str(ranks), **variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -97,7 +97,9 @@ def test_default_run_learns_and_writes_all_outputs(tmp_path: Path) -> None:
     assert [line["step"] for line in logged_metrics(folder) if "loss" in line][3:] == [13, 14]
 
 
-def test_run_killed_twice_is_bitwise_identical_to_an_uninterrupted_run(tmp_path: Path) -> None:
+def test_run_killed_twice_is_bitwise_identical_to_an_uninterrupted_run(
+    tmp_path: Path, forked_ranks: dict[str, str]
+) -> None:
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     # With synchronous saves, a checkpoint to resume from is complete before the kill.
     arguments = [*SMALL, "--checkpoint.async_mode", "disabled"]
@@ -105,7 +107,7 @@ def test_run_killed_twice_is_bitwise_identical_to_an_uninterrupted_run(tmp_path:
     with ThreadPoolExecutor() as executor:
         other = executor.submit(train, *arguments, "--job.dump_folder", str(uninterrupted))
         arguments += ["--job.dump_folder", str(killed)]
-        with launch(2, *arguments) as process:
+        with launch(2, *arguments, **forked_ranks) as process:
             wait_for_step(7, killed, lambda: process.poll() is None)
             # torchrun starts its workers in their own sessions, so that they are killed one by one.
             for victim in [*psutil.Process(process.pid).children(recursive=True), process]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import xxhash
 from forked_command import run_command
+from test_evaluate import skip_slow_parts, write_tasks
 from test_launch import check_rejected_by_srun
 from test_user_errors import (
     check_command_whose_reader_has_ended,
@@ -210,17 +211,21 @@ def test_command_whose_reader_has_ended_says_nothing(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "evaluate", "compare", "convert"])
-def test_command_started_by_srun_without_ranks_is_rejected(trained_run: Path, tmp_path: Path, command: str) -> None:
+def test_command_started_by_srun_without_ranks_is_rejected(
+    trained_run: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, command: str
+) -> None:
+    tasks = tmp_path_factory.mktemp("tasks")
     if command == "evaluate":
         pytest.importorskip("lm_eval")
+        write_tasks(tasks)
     run, new = str(trained_run), str(tmp_path / "new")
     options = {
         "generate": [run, "--prompt", "def "],
-        "evaluate": ["--model", "torchtrain", "--model_args", f"checkpoint={run}", "--tasks", "wikitext"],
+        "evaluate": ["--model_args", f"checkpoint={run}", "--tasks", "choice", "--include_path", str(tasks)],
         "compare": [run, run],
         "convert": [run, new],
     }
-    check_rejected_by_srun(tmp_path, command, *options[command])
+    check_rejected_by_srun(tmp_path, command, *options[command], hook=skip_slow_parts if command == "evaluate" else int)
 
 
 COMMAND_ERRORS = [
