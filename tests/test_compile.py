@@ -24,8 +24,8 @@ from torchtrain.models.llama import TransformerConfig
 SHAPE = replace(TINY, n_layers=2)
 TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
 DOCUMENT_START = 7  # a token of TINY's vocabulary of 100, which occurs in the random rows
-# Compiling C++ takes most of the time, so only a plain block and a tensor-parallel one are compiled by Inductor. The
-# other tests build and partition the graphs that Inductor would get, and run them uncompiled.
+# Compiling C++ takes most of the time, so only a plain block is compiled by Inductor in the default tests. The others
+# build and partition the graphs that Inductor would get, and run them uncompiled.
 GRAPHS = "aot_eager_decomp_partition"
 
 
@@ -83,13 +83,14 @@ def test_context_parallel_ranks_compile_one_graph(gloo: GlooPool, eager: Curve, 
     assert_same_run([compiled for compiled, _ in found], eager)
 
 
-def test_tensor_parallel_ranks_compile_one_graph(gloo: GlooPool) -> None:
+@pytest.mark.parametrize("backend", both_backends())
+def test_tensor_parallel_ranks_compile_one_graph(gloo: GlooPool, backend: str) -> None:
     shape = replace(SHAPE, head_dim=6, qk_norm=True, norm_eps=1e-6, rope_theta=1e6, tied_embeddings=True)  # as Qwen3
     config = config_of(
         training={"local_batch_size": 4}, parallelism={"tensor_parallel_degree": 2}, compile={"enable": True}
     )
     [eager] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), shape, STEPS)
-    for compiled, counts in gloo.run(2, train_and_count, config, shape):
+    for compiled, counts in gloo.run(2, train_and_count, config, shape, None, backend):
         assert counts == {"graphs": 1, "breaks": {}}  # the loss of sharded logits is not compiled
         assert_same_run([compiled], eager)
 

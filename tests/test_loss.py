@@ -2,6 +2,7 @@
 
 import weakref
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -53,10 +54,13 @@ def test_chunked_loss_equals_the_plain_loss(tokens: int, dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "loss", [OutputLoss(0, z_weight=0.3), OutputLoss(8, z_weight=0.3), OutputLoss(0, z_weight=0.3, compile=True)]
+    ("chunk_tokens", "backend"),
+    [(0, ""), (8, ""), (0, "aot_eager_decomp_partition"), pytest.param(0, "inductor", marks=pytest.mark.slow)],
 )
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
-def test_z_loss_equals_plain_pytorch(loss: OutputLoss) -> None:
+def test_z_loss_equals_plain_pytorch(chunk_tokens: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    loss = OutputLoss(chunk_tokens, z_weight=0.3, compile=backend != "")
     torch.manual_seed(0)
     hidden = torch.randn(3, 20, DIM, requires_grad=True)
     output = nn.Linear(DIM, VOCAB, bias=False)

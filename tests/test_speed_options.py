@@ -220,7 +220,8 @@ def test_batched_attention_backward_is_as_accurate_as_torch(kv_heads: int, seq: 
         assert max(errors) < 1.5 * max(torch_errors)
 
 
-def test_batched_attention_backward_can_be_compiled() -> None:
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_batched_attention_backward_can_be_compiled(backend: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Transformer(TINY).bfloat16()
@@ -229,7 +230,7 @@ def test_batched_attention_backward_can_be_compiled() -> None:
     assert isinstance(attention, BatchedBackwardAttention)
     q, k, v, grad = (torch.randn(2, n, TINY.max_seq_len, TINY.head_size).bfloat16() for n in (4, 2, 2, 4))
     eager = attention_and_gradients(attention, q, k, v, grad)
-    attention.compile(fullgraph=True, dynamic=False)
+    attention.compile(fullgraph=True, dynamic=False, backend=backend)
     with warnings.catch_warnings():  # warnings of torch.compile
         warnings.simplefilter("ignore")
         compiled = attention_and_gradients(attention, q, k, v, grad)
