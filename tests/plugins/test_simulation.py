@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from math import prod
@@ -123,8 +123,9 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),
     "memory-budget": (8, {**COMPILE, "activation_checkpoint.mode": "memory_budget", **BFLOAT16}),
     "1F1B": (48, {**schedule("1F1B"), **THREE, **layout(pipeline=3, tensor=2, context=2, replicate=2), **SELECTIVE}),
-    "1F1B-documents": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **COMPILE, **NINE}),
-    "1F1B-documents-eager": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **NINE}),
+    "1F1B-documents": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **COMPILE, **THREE}),
+    "1F1B-documents-eager": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **THREE}),
+    "1F1B-documents-nine": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **COMPILE, **NINE}),
     "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=2), **COMPILE, **UNSHARDED, **accumulated(32)}),
     "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL, **MUON}),
     "InterleavedZeroBubble": (16, {**schedule("InterleavedZeroBubble"), **layout(pipeline=2, tensor=2), **BFLOAT16}),
@@ -137,16 +138,20 @@ NOT_ON_TORCH_2_11 = pytest.mark.skipif(
 )
 
 
-def with_version_marks(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=NOT_ON_TORCH_2_11) if name == "memory-budget" else name for name in names]
+def with_version_marks(names: Iterable[str], slow: Container[str] = ()) -> list[Any]:
+    """The ``names`` as parameters, of which ``slow`` have the mark of this name."""
+    marks = {
+        name: [*[pytest.mark.slow] * (name in slow), *[NOT_ON_TORCH_2_11] * (name == "memory-budget")] for name in names
+    }
+    return [pytest.param(name, marks=of_name) for name, of_name in marks.items()]
 
 
-@pytest.mark.parametrize("name", with_version_marks(MATRIX))
+@pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=("1F1B-documents-nine",)))
 def test_layout_has_matching_collectives_and_no_host_synchronization(on_gpu: Reports, name: str) -> None:
     check(on_gpu(name))
 
 
-@pytest.mark.parametrize("name", with_version_marks(MATRIX))
+@pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=("1F1B-documents-nine",)))
 def test_attention_of_a_layout_has_a_fused_kernel(on_gpu: Reports, name: str) -> None:
     options = MATRIX[name][1]
     kernel = "_scaled_dot_product_flash_attention"
@@ -166,7 +171,7 @@ def test_exact_sums_reduce_integers_on_every_axis(gpu: fake_cuda.Worker) -> None
     assert {("replicate", torch.int64), ("tensor", torch.int64)} <= found
 
 
-@pytest.mark.parametrize("name", with_version_marks(("replicas", "memory-budget", "GPipe")))
+@pytest.mark.parametrize("name", with_version_marks(("replicas", "memory-budget", "GPipe"), slow=("GPipe",)))
 def test_cudnn_attention_is_saved_for_backward_like_flash_attention(
     gpu: fake_cuda.Worker, on_gpu: Reports, name: str
 ) -> None:
@@ -264,7 +269,7 @@ def test_config_that_passes_validation_runs(gpu: fake_cuda.Worker, seed: int) ->
 SIMULATED_ON_CPU = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe", "ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("name", with_version_marks(SIMULATED_ON_CPU))
+@pytest.mark.parametrize("name", with_version_marks(SIMULATED_ON_CPU, slow=("GPipe",)))
 def test_simulation_on_the_cpu_agrees_with_the_simulation_on_a_gpu(
     gpu: fake_cuda.Worker, on_gpu: Reports, name: str
 ) -> None:

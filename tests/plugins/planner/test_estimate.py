@@ -166,9 +166,9 @@ def test_simulation_for_cpus_counts_what_a_real_run_does(
         "ema": {"enable": ema},
     }
     sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
-    found = gloo.run(ranks, train_with_ledger, config_of(**sections), DEEPER)
+    found = gloo.run(ranks, train_with_ledger, config_of(**sections), SHAPE)
     for rank, (counts, peaks) in enumerate(found):
-        steps = simulated(ranks, rank=rank, gpu=False, shape=DEEPER, **sections).recorder.steps
+        steps = simulated(ranks, rank=rank, gpu=False, **sections).recorder.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
@@ -213,8 +213,14 @@ def test_flops_of_a_step_are_those_of_the_formula() -> None:
     assert flops(record) == flops_per_token(SHAPE, config.training.seq_len) * tokens + attention
 
 
-@pytest.mark.parametrize("degree", [2, 4])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("degree", "dtype"),
+    [
+        (2, "float32"),
+        (4, "bfloat16"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bfloat16"), (4, "float32"))),
+    ],
+)
 def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: int, dtype: str) -> None:
     """The kernels compute half of all pairs, in forward and backward, on every rank."""
 
@@ -272,15 +278,21 @@ def test_fsdp_traffic_of_a_step() -> None:
     assert [o.bytes for o in fsdp_calls(record, "reduce_scatter_base")] == [output, last, first, embedding]
 
 
-@pytest.mark.parametrize("chunk_tokens", [0, 8])
+OUTPUT_LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
+    (2, 2, {}),
+    (2, 2, {"fsdp_reshard_after_forward": "always"}),
+    (2, 2, {"fsdp_reshard_after_forward": "never", "fsdp_gradient_accumulation": "unsharded"}),
+    (4, 2, {"tensor_parallel_degree": 2}),
+    (4, 2, {"pipeline_parallel_degree": 2}),  # the microbatches of a run of the schedule share one
+]
+
+
 @pytest.mark.parametrize(
-    ("ranks", "gathers", "parallelism"),
+    ("ranks", "gathers", "parallelism", "chunk_tokens"),
     [
-        (2, 2, {}),
-        (2, 2, {"fsdp_reshard_after_forward": "always"}),
-        (2, 2, {"fsdp_reshard_after_forward": "never", "fsdp_gradient_accumulation": "unsharded"}),
-        (4, 2, {"tensor_parallel_degree": 2}),
-        (4, 2, {"pipeline_parallel_degree": 2}),  # the microbatches of a run of the schedule share one
+        *((*case, 8) for case in OUTPUT_LAYOUTS),
+        (*OUTPUT_LAYOUTS[0], 0),
+        *(pytest.param(*case, 0, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS[1:]),
     ],
     ids=str,
 )
@@ -418,7 +430,10 @@ def test_pipeline_ranks_with_other_layers_are_not_represented(
     assert representative_pipeline_ranks(stages, ranks, schedule) == expected
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule",
+    ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow)],
+)
 def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = (1,) * (4 * STAGES_PER_RANK[schedule])
     parallelism = {
@@ -473,7 +488,7 @@ def test_unsharded_gradients_of_tensor_parallel_ranks_are_counted_by_rank() -> N
     def gradients(tensor: int) -> float:
         parallelism = {"tensor_parallel_degree": tensor, "fsdp_gradient_accumulation": "unsharded"}
         config = config_of(parallelism=parallelism, training={"local_batch_size": 1, "global_batch_size": 8})
-        (rank,) = estimate(with_estimate(config, world_size=4), DEEPER, GPUS["h100-80"]).ranks
+        (rank,) = estimate(with_estimate(config, world_size=4), SHAPE, GPUS["h100-80"]).ranks
         return float(rank["gradients_gib"])
 
     assert gradients(2) < 0.65 * gradients(1)  # norms are replicated
@@ -646,7 +661,7 @@ def test_float8_under_tensor_parallelism_is_counted(
     pytest.importorskip("torchao")
     training = {"mixed_precision_param": "bfloat16"}
     sections = {"float8": float8, "training": training, "parallelism": {"tensor_parallel_degree": 2}}
-    less, more = (simulated(4, shape=shape, **sections) for shape in (SHAPE, DEEPER))
+    less, more = (simulated(4, shape=replace(SHAPE, n_layers=layers), **sections) for layers in (1, 2))
     counts: Counter[tuple[str, str, int]] = Counter()
     reductions: Counter[str] = Counter()
     flops: Counter[torch.dtype] = Counter()
@@ -658,7 +673,7 @@ def test_float8_under_tensor_parallelism_is_counted(
                 counts[o.phase, o.name, o.bytes] += sign
             if "mm" in o.name:
                 flops[o.dtype] += sign * o.flops
-    layers = 2 * len(more.recorder.steps[-1].microbatches)  # additional layers, for each microbatch
+    layers = len(more.recorder.steps[-1].microbatches)  # an additional layer, for each microbatch
     assert {key: count / layers for key, count in counts.items() if count} == {
         (phase, name, size): 2
         for phase in ("forward", "backward")

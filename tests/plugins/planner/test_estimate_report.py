@@ -56,7 +56,7 @@ def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) ->
 
 def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--estimate.gpus_per_node", "2", "--estimate.network_gigabits", "200", "--estimate.world_size", "2"]
-    options += ["--training.local_batch_size", "2"]
+    options += ["--training.local_batch_size", "2", "--model.shape.n_layers", "1"]
     config = parse([*OPTIONS, *options], "torchtrain.estimate", "")
     assert resolve_gpu(config).network_bandwidth == 200e9 / 8 / 2
     for argv, kernel in (
@@ -122,6 +122,7 @@ def test_slow_estimate_is_not_followed_by_others(capsys: pytest.CaptureFixture[s
 
 
 LONG = [*OPTIONS, "--estimate.world_size", "1", "--training.seq_len", "2048", "--training.local_batch_size", "8"]
+LONG += ["--model.shape.n_layers", "2"]  # so few are all simulated at once
 
 
 def estimated(*options: str) -> tuple[str, Estimate]:
@@ -150,7 +151,8 @@ def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
 @pytest.mark.parametrize("degrees", [(), ("--parallelism.data_parallel_shard_degree", "1")])
 def test_advice_names_the_number_of_gpus_that_are_enough(degrees: tuple[str, ...]) -> None:
     """Of a model whose states are most of its memory."""
-    wide = [*OPTIONS, "--model.shape.dim=1024", "--training.seq_len=64", "--training.local_batch_size=1", *degrees]
+    wide = [*OPTIONS, "--model.shape.dim=1024", "--model.shape.n_layers=2", "--training.seq_len=64"]
+    wide += ["--training.local_batch_size=1", *degrees]
 
     def on(gpus: int, *options: str) -> tuple[Estimate, str]:
         sharded = [option if option != "1" or gpus == 1 else str(gpus) for option in wide]
@@ -184,6 +186,7 @@ def test_plot_of_memory_names_phases_and_microbatches(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = str(tmp_path / "memory.png")
     argv = [*OPTIONS, "--estimate.world_size", "2", "--estimate.picture", picture, "--training.local_batch_size", "2"]
+    argv += ["--model.shape.n_layers", "2"]
     config = parse(argv, "torchtrain.estimate", "")
     found = estimate(config, resolve_model_config(config), resolve_gpu(config))
     figure = draw_memory(found, picture)
