@@ -75,7 +75,7 @@ def _results(batch: int) -> list[Results]:
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
-@pytest.mark.parametrize(("batch", "found"), [(1, [2, 0]), (2, [4, 2])])
+@pytest.mark.parametrize(("batch", "found"), [(1, [2, 0]), pytest.param(2, [4, 2], marks=pytest.mark.slow)])
 def test_all_collectives_of_a_block_become_fusible_without_a_change_of_results(
     gloo: GlooPool, batch: int, found: list[int]
 ) -> None:

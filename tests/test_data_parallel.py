@@ -50,11 +50,11 @@ def reference(gloo: GlooPool) -> Curve:
         (1, 2, {"fsdp_reshard_after_forward": "never"}),
         (2, 1, {}),
         (2, 2, {}),
-        (4, 1, {}),
+        pytest.param(4, 1, {}, marks=pytest.mark.slow),
         (4, 2, {}),  # one microbatch
         (4, 1, {"data_parallel_replicate_degree": 2}),
-        (4, 2, {"data_parallel_replicate_degree": 2}),
-        (2, 1, {"data_parallel_replicate_degree": 2}),
+        pytest.param(4, 2, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 1, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
         (2, 2, {"fsdp_reshard_after_forward": "always"}),
         (2, 2, {"fsdp_reshard_after_forward": "never"}),
     ],
@@ -219,7 +219,7 @@ def test_one_cpu_rank_has_one_fsdp_group_by_default(gloo: GlooPool, ranks: int, 
     ("flavor", "degrees"),
     [
         ("70B", ParallelDims(shard=512)),
-        ("405B", ParallelDims(replicate=2, shard=256)),
+        pytest.param("405B", ParallelDims(replicate=2, shard=256), marks=pytest.mark.slow),
         ("405B", ParallelDims(replicate=2, shard=16, context=2, tensor=8)),
     ],
 )
@@ -260,7 +260,7 @@ def test_degrees_must_multiply_to_the_number_of_ranks(parallelism: ParallelismCo
         resolve_parallel_dims(parallelism, world)
 
 
-@pytest.mark.parametrize("rank", [0, 300, 1023])
+@pytest.mark.parametrize("rank", [0, pytest.param(300, marks=pytest.mark.slow), 1023])
 def test_largest_model_is_sharded_over_all_axes(rank: int) -> None:
     degrees = ParallelDims(pipeline=8, replicate=2, shard=4, context=2, tensor=8)
     dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())

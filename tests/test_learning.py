@@ -72,7 +72,9 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name != "tensor" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+)
 def test_every_layout_trains_like_one_rank(
     gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str
 ) -> None:
@@ -223,8 +225,8 @@ def changes_of_activations(name: str, shape: TransformerConfig) -> dict[str, flo
 WIDTHS = (32, 64, 128, 256)
 
 
-def coordinates(gloo: GlooPool, name: str, **changes: Any) -> list[dict[str, float]]:
-    shapes = [TransformerConfig(dim, 2, dim // 16, dim // 16, 2 * dim, 64, 16, **changes) for dim in WIDTHS]
+def coordinates(gloo: GlooPool, name: str, widths: tuple[int, ...] = WIDTHS, **changes: Any) -> list[dict[str, float]]:
+    shapes = [TransformerConfig(dim, 2, dim // 16, dim // 16, 2 * dim, 64, 16, **changes) for dim in widths]
     return [gloo.run(1, changes_of_activations, name, shape)[0] for shape in shapes]
 
 
@@ -235,7 +237,7 @@ def test_activation_changes_do_not_depend_on_width_with_mup(gloo: GlooPool) -> N
 
 def check_coordinates_over_widths(gloo: GlooPool, name: str, growth: float) -> None:
     """``growth``: at least that of the changes without muP, of the widest model over the narrowest one."""
-    found, plain = (coordinates(gloo, name, **changes) for changes in ({"base_dim": 32}, {}))
+    found, plain = coordinates(gloo, name, base_dim=32), coordinates(gloo, name, (WIDTHS[0], WIDTHS[-1]))
     for key in ("0", "1", "logits"):
         sizes = [of_width[key] for of_width in found]
         # The contribution of the initial output weights vanishes with the width, so that logits decrease to a limit.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from forked_run import different_tensors, finish, saved_tensors
@@ -73,7 +74,29 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_modules(tmp_path_factory.mktemp("modules"))
 
 
-@pytest.fixture(scope="module", params=[*WALKTHROUGHS, "layer_norm"])
+MODELS_OF_PAGES = [*WALKTHROUGHS, "layer_norm"]
+
+
+def of_models(*fast: str) -> Any:
+    """Parametrizes a test by ``trained``; of other models than ``fast`` it is slow."""
+    names = [pytest.param(name, marks=[] if name in fast else pytest.mark.slow) for name in MODELS_OF_PAGES]
+    return pytest.mark.parametrize("trained", names, indirect=True, scope="module")
+
+
+# Tensor parallelism of each model depends on its modules; the other layouts take blocks as they are.
+on_layouts = pytest.mark.parametrize(
+    ("trained", "layout"),
+    [
+        pytest.param(name, layout, marks=[] if layout == "tensor" or name == "sandwich" else pytest.mark.slow)
+        for name in MODELS_OF_PAGES
+        for layout in LAYOUTS
+    ],
+    indirect=["trained"],
+    scope="module",
+)
+
+
+@pytest.fixture(scope="module")
 def trained(
     request: pytest.FixtureRequest, modules: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
@@ -90,7 +113,7 @@ def imported(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return __import__
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@on_layouts
 def test_own_model_trains_the_same_run_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:
@@ -101,6 +124,7 @@ def test_own_model_trains_the_same_run_on_two_ranks(
     assert len(losses(tmp_path)) == 8
 
 
+@of_models("sandwich")
 def test_own_model_resumes_bitwise_identically(trained: tuple[str, Path], modules: Path, tmp_path: Path) -> None:
     name, one_rank = trained
     hook = partial(import_from, modules)

@@ -3,7 +3,7 @@
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, product
 from pathlib import Path
@@ -103,14 +103,25 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "model"), LAYOUTS)
+def quick(cases: Sequence[Any], *slow: Any) -> list[Any]:
+    """The ``cases`` as parameters, of which ``slow`` repeat others on more ranks or with one more axis."""
+    assert [case for case in slow if case not in cases] == []
+    return [pytest.param(*case, marks=pytest.mark.slow if case in slow else ()) for case in cases]
+
+
+SLOW = [("S8", "plain"), ("T2", "plain"), ("C4", "odd"), ("P4", "deep-tied"), ("S2 P2 ZBVZeroBubble", "deep")]
+SLOW += [("S2 T2", "tied-odd"), ("S2 T2 P2", "tied-odd"), ("S2 C2 T2", "odd")]
+
+
+@pytest.mark.parametrize(("text", "model"), quick(LAYOUTS, *SLOW))
 def test_every_layout_matches_one_rank(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
     assert_same_run(run(gloo, text, MODELS[model]), references[model])
 
 
-@pytest.mark.parametrize(
-    ("text", "model"), [("S2", "tied"), ("T2", "odd"), ("C2", "plain"), ("P2", "tied"), ("S2 T2 P2", "plain")]
-)
+CHUNKED = [("S2", "tied"), ("T2", "odd"), ("C2", "plain"), ("P2", "tied"), ("S2 T2 P2", "plain")]
+
+
+@pytest.mark.parametrize(("text", "model"), quick(CHUNKED, ("S2 T2 P2", "plain")))
 def test_chunked_loss_matches_one_rank(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
     curves = run(gloo, text, MODELS[model], training={"loss_chunk_tokens": 8})
     assert_same_run(curves, references[model])
@@ -146,8 +157,16 @@ def train_and_count_unsharded_gradients(config: JobConfig, shape: TransformerCon
     return curve, max(unsharded for unsharded, _ in seen), max(count for _, count in seen)
 
 
-@pytest.mark.parametrize("accumulation", ["sharded", "unsharded"])
-@pytest.mark.parametrize("text", ["S2", "R2 S2", "S2 P2", "R2 P2 Interleaved1F1B", "P2 InterleavedZeroBubble"])
+ACCUMULATED = ["S2", "R2 S2", "S2 P2", "R2 P2 Interleaved1F1B", "P2 InterleavedZeroBubble"]
+
+
+@pytest.mark.parametrize(
+    ("text", "accumulation"),
+    quick(
+        list(product(ACCUMULATED, ["sharded", "unsharded"])),
+        *[("S2", "sharded"), ("R2 S2", "unsharded"), ("S2 P2", "unsharded"), ("R2 P2 Interleaved1F1B", "sharded")],
+    ),
+)
 def test_gradients_are_accumulated_sharded_or_unsharded_as_configured(
     gloo: GlooPool, references: dict[str, Curve], text: str, accumulation: str
 ) -> None:
@@ -179,7 +198,12 @@ def test_gradients_are_accumulated_sharded_or_unsharded_as_configured(
         ("C2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
         ("P2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
         ("P2 ZBVZeroBubble", "deep", {"activation_checkpoint": {"mode": "full"}}),
-        ("P2 InterleavedZeroBubble", "deep", {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}}),
+        pytest.param(
+            "P2 InterleavedZeroBubble",
+            "deep",
+            {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_options_do_not_change_the_run(

@@ -132,12 +132,13 @@ def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str,
     [
         (1, 2, {}),
         (2, 4, {}),
-        (4, 1, {}),
+        pytest.param(4, 1, {}, marks=pytest.mark.slow),
         (2, 8, {"tensor_parallel_degree": 2}),
         (2, 8, {"context_parallel_degree": 2}),
         (2, 8, {"pipeline_parallel_degree": 2}),
         (2, 8, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
-        (
+        (2, 8, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+        pytest.param(
             4,
             8,
             {
@@ -145,6 +146,7 @@ def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str,
                 "pipeline_parallel_schedule": "Interleaved1F1B",
                 "tensor_parallel_degree": 2,
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=str,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from forked_command import run_command
 from forked_run import ForkedRun, finish, read_metrics
-from test_own_model import LAYOUTS, WALKTHROUGHS, import_from, losses, options, write_modules
+from test_own_model import LAYOUTS, import_from, losses, of_models, on_layouts, options, write_modules
 
 from torchtrain.errors import ConfigError
 
@@ -25,7 +25,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_modules(tmp_path_factory.mktemp("modules"))
 
 
-@pytest.fixture(scope="module", params=[*WALKTHROUGHS, "layer_norm"])
+@pytest.fixture(scope="module")
 def trained(
     request: pytest.FixtureRequest, modules: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path]:
@@ -37,7 +37,7 @@ def trained(
     return request.param, folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@on_layouts
 def test_norms_of_an_own_model_are_the_same_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:
@@ -70,6 +70,7 @@ def test_layouts_of_an_own_model_are_searched_in_several_processes(modules: Path
     assert int(match[1]) > 1
 
 
+@of_models("geglu")
 def test_commands_need_the_module_of_an_own_model(trained: tuple[str, Path], modules: Path) -> None:
     name, folder = trained
     command = [str(folder), "--prompt", "def ", "--max_new_tokens", "3", "--device", "cpu"]
@@ -81,6 +82,7 @@ def test_commands_need_the_module_of_an_own_model(trained: tuple[str, Path], mod
     assert found.stdout.startswith("def ")
 
 
+@of_models("parallel_block")
 def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], modules: Path, tmp_path: Path) -> None:
     name, folder = trained
     hook = partial(import_from, modules)

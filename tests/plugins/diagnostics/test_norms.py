@@ -129,8 +129,11 @@ def one_rank(gloo: GlooPool) -> Norms:
     return found
 
 
+SLOW = ("TP without SP", "CP, TP")
+
+
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "CP, TP" else name for name in LAYOUTS]
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
 )
 def test_norms_are_the_same_on_layouts(gloo: GlooPool, one_rank: Norms, layout: str) -> None:
     ranks, parallelism, training = LAYOUTS[layout]

@@ -83,7 +83,7 @@ def generate_with_command(source: Path, folder: Path, prompts: Sequence[str]) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Llama", marks=pytest.mark.slow)])
 def test_hf_folder_is_trained_exported_and_used_by_every_command(
     tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
