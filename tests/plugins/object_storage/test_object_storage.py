@@ -140,7 +140,11 @@ def test_run_resumes_bitwise_and_deletes_old_checkpoints() -> None:
     assert_no_left_overs(0)
 
 
-def test_newer_process_takes_over_at_any_request_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
+EACH = pytest.param(1, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("stride", [3, EACH])
+def test_newer_process_takes_over_at_any_request_of_a_save(monkeypatch: pytest.MonkeyPatch, stride: int) -> None:
     number = 0
     while True:
         bucket = number
@@ -173,7 +177,7 @@ def test_newer_process_takes_over_at_any_request_of_a_save(monkeypatch: pytest.M
         assert resume(bucket, **OPTIONS).manager.start.step == last + 2
         assert_no_left_overs(bucket)
         MemoryFileSystem.store.clear()
-        number += 1
+        number += stride
     assert number > 20
 
 
@@ -187,9 +191,10 @@ def save_after_rollback(run: Run) -> None:
     run.manager.maybe_save(4, last=True)
 
 
+@pytest.mark.parametrize("stride", [3, EACH])
 @pytest.mark.parametrize("work", [save, save_after_rollback])
 def test_kill_at_any_request_leaves_a_valid_checkpoint(
-    work: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch
+    work: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
     run = wait_for_saves(Run(storage("run"), **OPTIONS).train(1, 4))
     with monkeypatch.context() as patched:
@@ -198,7 +203,7 @@ def test_kill_at_any_request_leaves_a_valid_checkpoint(
         wait_for_saves(run)
     copy_bucket("run", requests.count)
     assert requests.count > 20
-    for count in range(requests.count + 1):
+    for count in [*range(0, requests.count, stride), requests.count]:
         verified_steps(count)
         with monkeypatch.context() as patched:
             again = Requests(patched, lambda at, count=count: at % 5 or copy_bucket(count, f"{count}-{at}"))
@@ -211,7 +216,9 @@ def test_kill_at_any_request_leaves_a_valid_checkpoint(
                 assert_no_left_overs(f"{count}-{at}")
 
 
-@pytest.mark.parametrize("number", range(50))
+@pytest.mark.parametrize(
+    "number", [number if number % 3 == 0 else pytest.param(number, marks=pytest.mark.slow) for number in range(50)]
+)
 def test_of_two_simultaneous_starts_one_wins(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another start acquires the lease before a request of this one: the newest holds it, or exactly one of the two."""
     wait_for_saves(Run(storage(), **OPTIONS).train(1, 4))
