@@ -333,7 +333,7 @@ def test_interrupted_validation_is_repeated_on_resume(tmp_path: Path) -> None:
 def resume_after_interrupted_validations(tmp_path: Path, *more: str) -> tuple[Path, list[str]]:
     """Returns the folder of the run, and its options. The run in ``tmp_path / "reference"`` was not interrupted."""
     held_out = tmp_path / "held_out.txt"
-    held_out.write_text("some words that nobody has trained on\n" * 100)
+    held_out.write_text("some words that nobody has trained on\n" * 40)
     options = ["--validation.enable", "--validation.path", str(held_out), "--validation.interval", "4"]
     options += more
     finish(tmp_path / "reference", *options, ranks=1)
@@ -835,13 +835,22 @@ class Forked(ForkedRun):
         super().__init__(folder, *options, **options_of_run)
 
 
-def test_run_with_all_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path) -> None:
+FEW_FAULTS = (crash_test.full_disk, crash_test.late_commit, crash_test.flipped_read)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [pytest.param(FEW_FAULTS, id="few"), pytest.param(crash_test.FAULTS, id="all", marks=pytest.mark.slow)],
+)
+def test_run_with_faults_of_crash_test_ends_like_an_uninterrupted_run(
+    disk: DiskFaults, tmp_path: Path, faults: tuple[Any, ...]
+) -> None:
     data = tmp_path / "validation.txt"
     data.write_text("words that nobody trains on\n" * 5000)
     run, uninterrupted = (
         crash_test.Trial(tmp_path / name, random.Random(0), disk, Forked, data) for name in ("run", "uninterrupted")
     )
-    steps = crash_test.disturb(run, [crash_test.kill, *crash_test.FAULTS, crash_test.kill])
+    steps = crash_test.disturb(run, [crash_test.kill, *faults, crash_test.kill])
     tensors, compared = crash_test.compare(run, uninterrupted, steps)
     assert tensors > 45
     assert compared > 10
