@@ -245,7 +245,7 @@ OPTIONS = [
     *("--training.global_batch_size", "4", "--training.local_batch_size", "1", "--training.steps", "3"),
     *("--training.mixed_precision_param", "float32", "--lr_scheduler.warmup_steps", "3"),
     *("--lr_scheduler.total_steps", "10", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
-    *("--comparison.fingerprint_steps", "1", "2", "3", "--checkpoint.no-enable"),
+    *("--comparison.fingerprint_steps", "1", "2", "3", "--checkpoint.no-enable", "--report.no-enable"),
 ]
 
 
