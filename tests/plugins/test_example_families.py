@@ -186,11 +186,27 @@ def run(gloo: GlooPool, text: str, name: str, **options: Any) -> list[Curve]:
     return gloo.run(ranks, train_example_family, config, tiny(name), 7)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+WITH_QK_NORMS = ("olmo2", "olmo3", "gemma3_text")  # whose gradients are summed over tensor-parallel ranks
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in WITH_QK_NORMS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_tensor_parallelism_matches_one_rank(gloo: GlooPool, name: str) -> None:
     """Norms of queries and keys, and those after a layer, have a gradient on each rank, of its heads or its tokens."""
     (reference,) = run(gloo, "S1", name)
-    assert_same_run(run(gloo, "T2", name), reference)
+    for sequence in (True, False) if name == "gemma3_text" else (True,):  # whose norms by heads depend on it
+        assert_same_run(run(gloo, "T2", name, enable_sequence_parallel=sequence), reference)
+
+
+# One of the default tests has a family on each of these layouts.
+QUICK_LAYOUTS = {"olmo2": "S2", "olmo3": "C2", "smollm3": "P2"}
+
+
+@pytest.mark.parametrize(("name", "text"), QUICK_LAYOUTS.items())
+def test_layout_matches_one_rank(gloo: GlooPool, name: str, text: str) -> None:
+    (reference,) = run(gloo, "S1", name)
+    assert_same_run(run(gloo, text, name), reference)
 
 
 @pytest.mark.slow
@@ -207,9 +223,14 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: str) -> None:
+AXES = ("data_parallel_shard", "tensor_parallel", "context_parallel", "pipeline_parallel")
+
+
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("granite", AXES[-1:]), *(pytest.param(name, AXES, marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: str, axes: tuple[str, ...]) -> None:
     """On one rank and on two with each axis; transformers loads the exports, which are those of one rank."""
     source = tmp_path / "source"
     save_tokenizer(source, "byte-level BPE")
@@ -219,7 +240,7 @@ def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: s
     finish(tmp_path / "one", *start, ranks=1)
     expected, before = weights_in(tmp_path / "one/hf"), weights_in(source)
     assert max((tensor - before[key]).abs().max() for key, tensor in expected.items()) > 0.01
-    for axis in ("data_parallel_shard", "tensor_parallel", "context_parallel", "pipeline_parallel"):
+    for axis in axes:
         options = [f"--parallelism.{axis}_degree", "2", "--training.local_batch_size", "2"]
         finish(tmp_path / axis, *start, *options)
         found, reference = (logged_losses(tmp_path / folder) for folder in (axis, "one"))

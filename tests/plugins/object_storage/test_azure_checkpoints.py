@@ -85,8 +85,7 @@ def test_runs_in_a_folder_in_s3_and_in_azure_are_bitwise_the_same(
     assert different_tensors(tensors_in(LocalStorage(str(tmp_path / "home/checkpoint")), STEPS), expected) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["no container", "no credentials"])
+@pytest.mark.parametrize("case", ["no container", pytest.param("no credentials", marks=pytest.mark.slow)])
 def test_storage_that_cannot_be_used_is_an_error_before_training(case: str, azure: AzureServer, tmp_path: Path) -> None:
     url = f"az://{'absent' if case == 'no container' else azure.make_container('runs')}/run"
     wrong = azure.environment["AZURE_STORAGE_CONNECTION_STRING"].replace("Eby8", "Aby8")
@@ -103,7 +102,6 @@ def test_storage_that_cannot_be_used_is_an_error_before_training(case: str, azur
     assert "AccountKey" not in run.output()
 
 
-@pytest.mark.slow
 def test_tokenizer_by_url_has_the_md5_of_the_store(
     azure: AzureServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

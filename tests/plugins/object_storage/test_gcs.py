@@ -20,10 +20,7 @@ from torchtrain.plugins.object_storage import cached_copies
 from torchtrain.plugins.object_storage.object_store import md5_of, md5_of_file
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning"),  # of gcsfs
-]
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")  # of gcsfs
 
 STEPS = 4
 SHORT = ("--training.steps", str(STEPS))
@@ -89,6 +86,7 @@ def test_objects_are_read_by_ranges_listed_and_deleted() -> None:
     assert store.uploads() == []
 
 
+@pytest.mark.slow
 def test_run_killed_in_gcs_ends_like_one_in_a_folder(gcs: GCSServer, tmp_path: Path) -> None:
     url = "gs://bucket/run/checkpoint"
     options = (*SHORT, "--checkpoint.folder", url)
@@ -119,6 +117,7 @@ def test_run_killed_in_gcs_ends_like_one_in_a_folder(gcs: GCSServer, tmp_path: P
     assert different_tensors(tensors_in(ObjectStorage(options[-1]), STEPS), expected) == []
 
 
+@pytest.mark.slow
 def test_older_start_that_still_runs_cannot_save(gcs: GCSServer, tmp_path: Path) -> None:
     options = ("--checkpoint.folder", "gs://bucket/two", "--training.steps", "1000")
     older = ForkedRun(tmp_path / "older", *options, hook=partial(use, gcs.environment, slow=True))
@@ -132,6 +131,7 @@ def test_older_start_that_still_runs_cannot_save(gcs: GCSServer, tmp_path: Path)
     assert not [name for name in ObjectStorage("gs://bucket/two").names() if "superseded" in name]
 
 
+@pytest.mark.slow
 def test_missing_bucket_is_an_error_before_training(gcs: GCSServer, tmp_path: Path) -> None:
     run = ForkedRun(
         tmp_path, "--checkpoint.folder", "gs://absent-bucket/run", hook=partial(use, gcs.environment), ranks=1
@@ -142,6 +142,7 @@ def test_missing_bucket_is_an_error_before_training(gcs: GCSServer, tmp_path: Pa
     assert "training begins" not in run.output()
 
 
+@pytest.mark.slow
 def test_tokens_written_in_gcs_have_the_same_bytes_and_batches(gcs: GCSServer, tmp_path: Path) -> None:
     texts = Path(write_jsonl(tmp_path / "texts.jsonl", DOCUMENTS))
     gcs.upload("bucket", "texts/texts.jsonl", texts.read_bytes())
