@@ -165,6 +165,15 @@ def compute_in_a_thread(correct: bool) -> None:
     thread.join()
 
 
+def read_a_pinned_copy(correct: bool) -> None:
+    """As the sums over replicas do, on the host."""
+    from torchtrain.plugins.replicas.group import PinnedCopies
+
+    with nullcontext() if correct else patch.object(fake_cuda.Stream, "synchronize", lambda _: None):
+        on_host = PinnedCopies().copy(torch.ones(4, device="cuda"))
+    on_host.add_(1)
+
+
 def copy_into_a_buffer_that_is_copied_back(correct: bool) -> None:
     from torchtrain.plugins.replicas.group import PinnedCopies
 
@@ -198,6 +207,7 @@ PROGRAMS: dict[Callable[[bool], None], str] = {
     overwrite_in_a_thread: "_to_copy on default stream of cuda:1 is not ordered after zero_ on thread writer",
     copy_from_unpinned_memory: "_to_copy from unpinned memory in test_streams.copy_from_unpinned_memory",
     copy_and_wait: "_to_copy from memory without non_blocking in test_streams.copy_and_wait",
+    read_a_pinned_copy: "add_ on thread MainThread is not ordered after copy_ on default stream of cuda:1",
     copy_into_a_buffer_that_is_copied_back: (
         "copy_ on default stream of cuda:1 is not ordered after copy_ on stream 1 of cuda:1"
     ),
@@ -224,7 +234,7 @@ VALIDATION = ["--validation.enable", "--validation.interval=1", "--validation.st
 MUON, AVERAGES = ["--optimizer.name=muon"], ["--ema.enable", "--ema.interval=1"]
 RUNS: dict[str, tuple[int, list[str]]] = {  # steps and options
     "copies that overlap": (3, [*CHECKPOINT, *MUON, *AVERAGES]),
-    "copies that the step waits for": (3, [*SAVES, "--checkpoint.async_mode=async", *AVERAGES, "--ema.offload"]),
+    "copies that the step waits for": (2, [*SAVES, "--checkpoint.async_mode=async", *AVERAGES, "--ema.offload"]),
     "saves that the step waits for": (2, [*SAVES, "--checkpoint.async_mode=disabled", *VALIDATION]),
     "without prefetching": (1, ["--data.prefetch=0", "--checkpoint.no-enable"]),
 }
@@ -432,11 +442,11 @@ TRAINER_FAULTS: dict[Fault, str] = {
 }
 
 
-# Planted into the same run are faults that do not hide each other: where the host waits, much is ordered.
-FAULTS_OF_RUNS: list[list[Fault]] = [
-    [copy_without_waiting_for_the_update, thread_without_a_device, check_that_reads_without_waiting],
-    [update_without_waiting_for_the_copy, save_without_waiting_for_the_copy, unpinned_batches],
-    [batches_that_are_waited_for],
+# The steps of a run, and faults that do not hide each other in it: where the host waits, much is ordered.
+FAULTS_OF_RUNS: list[tuple[int, list[Fault]]] = [
+    (2, [copy_without_waiting_for_the_update, thread_without_a_device, check_that_reads_without_waiting]),
+    (3, [update_without_waiting_for_the_copy, save_without_waiting_for_the_copy, unpinned_batches]),
+    (1, [batches_that_are_waited_for]),
 ]
 
 
@@ -448,9 +458,11 @@ def several(faults: list[Fault]) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("faults", FAULTS_OF_RUNS, ids=lambda faults: faults[0].__name__)
-def test_faults_of_the_trainer_are_noticed(gpu: fake_cuda.Worker, faults: list[Fault], texts: Path) -> None:
-    found = train(gpu, texts, CHECKPOINT, partial(several, faults)).faults
+@pytest.mark.parametrize(
+    ("steps", "faults"), FAULTS_OF_RUNS, ids=lambda of: of[0].__name__ if isinstance(of, list) else ""
+)
+def test_faults_of_the_trainer_are_noticed(gpu: fake_cuda.Worker, steps: int, faults: list[Fault], texts: Path) -> None:
+    found = train(gpu, texts, CHECKPOINT, partial(several, faults), steps).faults
     assert [fault.__name__ for fault in faults if TRAINER_FAULTS[fault] not in found] == []
 
 

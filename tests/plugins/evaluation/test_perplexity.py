@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from forked_command import checked_command, run_command
 
+from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.plugins.evaluation import perplexity_command
 
 TEXTS = [f"def f{n}(x):\n    return x * {n}  # naïve\n" * (1 + n % 5 * 9) for n in range(12)]  # one to many windows
@@ -76,6 +78,22 @@ def test_plain_text_is_one_document(trained_run: Path, export: Path, files: Path
     text = checked_command("torchtrain.perplexity", str(trained_run), str(files / "first.txt")).stdout
     assert text.startswith(f"loss {expectation['loss']:.4f}  perplexity {expectation['perplexity']:.3f}  ")
     assert f"\n1 document, {expectation['tokens']} tokens, {len(TEXTS[0].encode())} bytes, in windows of 64" in text
+
+
+@pytest.mark.parametrize(("bos", "eos", "begin"), [(1, 2, [1]), (None, 2, [2]), (None, None, [])])
+def test_a_document_begins_with_bos_or_else_with_eos(
+    files: Path, monkeypatch: pytest.MonkeyPatch, bos: int | None, eos: int | None, begin: list[int]
+) -> None:
+    """Without either, its first token is not predicted."""
+    windows: list[list[int]] = []
+    monkeypatch.setattr(perplexity_command, "loss_sum", lambda _, found, *__: windows.extend(found) or 1.0)
+    tokenizer = load_tokenizer()
+    tokenizer.bos_id, tokenizer.eos_id = bos, eos
+    model: Any = SimpleNamespace(tokenizer=tokenizer, model=SimpleNamespace(config=SimpleNamespace(max_seq_len=8)))
+    options = perplexity_command.PerplexityOptions("model", (str(files / "first.txt"),))
+    tokens = begin + tokenizer.encode(TEXTS[0])
+    assert perplexity_command.perplexity(model, options)["tokens"] == len(tokens) - 1
+    assert windows == [tokens[first : first + 9] for first in range(0, len(tokens) - 1, 8)]
 
 
 @pytest.mark.parametrize(
