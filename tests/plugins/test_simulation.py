@@ -88,11 +88,20 @@ def check(report: Report, *, offload: bool = False) -> None:
         assert report.host_work == set()
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+LIKE_OTHERS = ("llama2_13b", "llama2_70b", "llama3_3b")  # but for the size
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, id=path.stem, marks=pytest.mark.slow if path.stem in LIKE_OTHERS else ()) for path in CONFIGS],
+)
 def test_train_config_runs_on_simulated_gpus(gpu: fake_cuda.Worker, path: Path) -> None:
-    """With its model sizes, layout, ranks and options; but with two layers per stage, since all layers are equal."""
+    """With its model sizes, layout, ranks and options; but with two layers per stage, since all layers are equal.
+
+    In one step: the layouts below have two.
+    """
     options, world_size, shape = simulated_step.shipped_config(path)
-    check(gpu.run(simulated_step.run, options, world_size, shape=shape))
+    check(gpu.run(simulated_step.run, options, world_size, shape=shape, steps=1))
 
 
 SELECTIVE, FULL = {"activation_checkpoint.mode": "selective"}, {"activation_checkpoint.mode": "full"}
@@ -126,7 +135,8 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "1F1B-documents": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **COMPILE, **THREE}),
     "1F1B-documents-eager": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **THREE}),
     "1F1B-documents-nine": (4, {**schedule("1F1B"), **layout(pipeline=2), **DOCUMENTS, **COMPILE, **NINE}),
-    "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=2), **COMPILE, **UNSHARDED, **accumulated(32)}),
+    "GPipe": (16, {**schedule("GPipe"), **layout(pipeline=2), **UNSHARDED, **accumulated(32)}),
+    "GPipe-compiled": (16, {**schedule("GPipe"), **layout(pipeline=2), **COMPILE, **UNSHARDED, **accumulated(32)}),
     "Interleaved1F1B": (8, {**schedule("Interleaved1F1B"), **layout(pipeline=2), **DOCUMENTS, **FULL, **MUON}),
     "InterleavedZeroBubble": (16, {**schedule("InterleavedZeroBubble"), **layout(pipeline=2, tensor=2), **BFLOAT16}),
     "ZBVZeroBubble": (8, {**schedule("ZBVZeroBubble"), **layout(pipeline=2), **FULL}),
@@ -146,12 +156,15 @@ def with_version_marks(names: Iterable[str], slow: Container[str] = ()) -> list[
     return [pytest.param(name, marks=of_name) for name, of_name in marks.items()]
 
 
-@pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=("1F1B-documents-nine",)))
+SLOW = ("1F1B-documents-nine", "GPipe-compiled")
+
+
+@pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=SLOW))
 def test_layout_has_matching_collectives_and_no_host_synchronization(on_gpu: Reports, name: str) -> None:
     check(on_gpu(name))
 
 
-@pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=("1F1B-documents-nine",)))
+@pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=SLOW))
 def test_attention_of_a_layout_has_a_fused_kernel(on_gpu: Reports, name: str) -> None:
     options = MATRIX[name][1]
     kernel = "_scaled_dot_product_flash_attention"
@@ -171,12 +184,12 @@ def test_exact_sums_reduce_integers_on_every_axis(gpu: fake_cuda.Worker) -> None
     assert {("replicate", torch.int64), ("tensor", torch.int64)} <= found
 
 
-@pytest.mark.parametrize("name", with_version_marks(("replicas", "memory-budget", "GPipe"), slow=("GPipe",)))
+@pytest.mark.parametrize("name", with_version_marks(("replicas", "memory-budget", "GPipe-compiled"), slow=SLOW))
 def test_cudnn_attention_is_saved_for_backward_like_flash_attention(
     gpu: fake_cuda.Worker, on_gpu: Reports, name: str
 ) -> None:
     """cuDNN is torch's first choice on an H100: its results are saved wherever those of flash attention are."""
-    report = simulate(gpu, *MATRIX[name], fault=fake_cuda.cudnn)
+    report = simulate(gpu, *MATRIX[name], fault=fake_cuda.cudnn, steps=1)
     check(report)
     flash = {seen.rank: seen for seen in on_gpu(name).ranks}
     for seen in report.ranks:
@@ -252,24 +265,24 @@ def sampled(seed: int) -> tuple[int, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 10))])
 def test_config_that_passes_validation_runs(gpu: fake_cuda.Worker, seed: int) -> None:
     """No config is rejected after validation, when process groups exist."""
     world_size, options = sampled(seed)
     # Validation does not depend on the number of layers: use one per pipeline stage.
     pipeline = options[f"{P}pipeline_parallel_degree"]
     layers = pipeline * STAGES_PER_RANK[options[f"{P}pipeline_parallel_schedule"]] if pipeline > 1 else 2
-    report = simulate(gpu, world_size, options, shape={"n_layers": layers}, allow_config_error=True)
+    report = simulate(gpu, world_size, options, shape={"n_layers": layers}, allow_config_error=True, steps=1)
     assert report.config_error or report.ranks
     assert report.disagreements == []
 
 
 # The same on the CPU, where the planner simulates by default.
 
-SIMULATED_ON_CPU = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe", "ZBVZeroBubble")
+SIMULATED_ON_CPU = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe-compiled", "ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("name", with_version_marks(SIMULATED_ON_CPU, slow=("GPipe",)))
+@pytest.mark.parametrize("name", with_version_marks(SIMULATED_ON_CPU, slow=SLOW))
 def test_simulation_on_the_cpu_agrees_with_the_simulation_on_a_gpu(
     gpu: fake_cuda.Worker, on_gpu: Reports, name: str
 ) -> None:

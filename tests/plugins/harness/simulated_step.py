@@ -114,7 +114,7 @@ def is_in_a_batch() -> bool:
 
 @dataclass(frozen=True)
 class RankRecord:
-    """What one rank did in its second step; ``readbacks``, ``others`` and ``reductions`` are of both steps."""
+    """What one rank did in its last step; ``readbacks``, ``others`` and ``reductions`` are of all steps."""
 
     rank: int
     peak: Mapping[str, int]  # peak bytes by category
@@ -208,6 +208,7 @@ def run(
     compare: bool = False,
     fault: Callable[[], AbstractContextManager[Any]] = nullcontext,
     allow_config_error: bool = False,
+    steps: int = 2,
 ) -> Report:
     """Resolve and validate a config as ``train`` does, then simulate its representative ranks.
 
@@ -219,6 +220,7 @@ def run(
             axis, and compare all collectives of the two.
         fault: a context in which the simulation runs.
         allow_config_error: report a ConfigError instead of raising it.
+        steps: the number of steps; the second begins with the optimizer states that the first creates.
     """
     try:
         config = config_of({**options, "estimate.world_size": world_size})
@@ -233,6 +235,7 @@ def run(
     with (
         fault(),
         patch.object(simulation, "StepRecorder", SynchronizationRecorder),
+        patch.object(simulation, "STEPS", steps),
         torch._dynamo.config.patch(error_on_recompile=True),
     ):
         records = {

@@ -35,7 +35,7 @@ from torchtrain.parallelisms.context_parallel import ContextParallelAttention
 from torchtrain.parallelisms.pipeline_schedule import STAGES_PER_RANK
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
-from torchtrain.plugins.planner import estimate_pool, search, summary
+from torchtrain.plugins.planner import estimate_pool, search, simulation, summary
 from torchtrain.plugins.planner.allocator import Allocation, peak_reserved
 from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
@@ -55,7 +55,12 @@ SHAPE = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=512)
 DEEPER = replace(SHAPE, n_layers=4)
 
 
-cached_simulate = cache(simulate)  # many tests simulate the plain layout
+def simulate_steps_of_rank(steps: int, *args: Any, **options: Any) -> RankRecord:
+    with patch.object(simulation, "STEPS", steps):
+        return simulate(*args, **options)
+
+
+cached_simulate = cache(simulate_steps_of_rank)  # many tests simulate the plain layout
 
 
 def simulated(
@@ -64,12 +69,13 @@ def simulated(
     gpu: bool = True,
     simulate: Any = cached_simulate,
     shape: Any = SHAPE,
+    steps: int = 1,
     **sections: Any,
 ) -> RankRecord:
-    """The record of ``rank``, or of the rank that represents it."""
+    """The record of ``rank``, or of the rank that represents it, in the first ``steps`` of a run."""
     config, degrees = resolve_layout(config_of(**sections), shape, ranks)
     first = max(r for r in representative_ranks(degrees) if r <= rank)
-    record: RankRecord = simulate(config, shape, degrees, first, gpu=gpu)
+    record: RankRecord = simulate(steps, config, shape, degrees, first, gpu=gpu)
     return record
 
 
@@ -168,7 +174,7 @@ def test_simulation_for_cpus_counts_what_a_real_run_does(
     sections["training"]["z_loss_weight"] = 1e-4 if ema else 0.0
     found = gloo.run(ranks, train_with_ledger, config_of(**sections), SHAPE)
     for rank, (counts, peaks) in enumerate(found):
-        steps = simulated(ranks, rank=rank, gpu=False, **sections).recorder.steps
+        steps = simulated(ranks, rank=rank, gpu=False, steps=2, **sections).recorder.steps
         assert [sum(o.flops for o in step.operations) for step in steps] == counts
         assert [sum(step.peak) for step in steps] == pytest.approx(peaks, rel=0.03)
 
@@ -181,11 +187,11 @@ def test_tokenizer_by_url_is_not_fetched_where_the_size_of_its_vocabulary_is_giv
 
 
 def test_averaged_weights_are_counted() -> None:
-    plain, averaged = simulated(2), simulated(2, ema={"enable": True})
+    plain, averaged = simulated(2, steps=2), simulated(2, steps=2, ema={"enable": True})
     averaged_bytes = [step.live_at_end["optimizer"] for step in averaged.recorder.steps]
     plain_bytes = [step.live_at_end["optimizer"] for step in plain.recorder.steps]
     assert [a - b for a, b in zip(averaged_bytes, plain_bytes, strict=True)] == [plain.parameter_bytes] * 2
-    offloaded = simulated(2, ema={"enable": True, "offload": True})
+    offloaded = simulated(2, steps=2, ema={"enable": True, "offload": True})
     assert offloaded.recorder.steps[-1].live_at_end == plain.recorder.steps[-1].live_at_end
 
 
@@ -333,7 +339,9 @@ def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:
 
 
 def test_exact_sums_keep_eight_bytes_per_gradient_element() -> None:
-    fast, exact = (simulated(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
+    fast, exact = (
+        simulated(4, steps=2, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact")
+    )
     kept = [max(m.sizes[CATEGORIES.index("gradients")] for m in r.recorder.steps[-1].timeline) for r in (fast, exact)]
     assert kept[1] > 1.5 * kept[0]
     # Summands are sent as they are, and added by the receiver.
@@ -371,7 +379,7 @@ def test_peaks_differ_by_the_published_amounts() -> None:
     ],
 )
 def test_update_has_the_operations_and_the_live_bytes_of_the_page(name: str, sections: dict[str, Any]) -> None:
-    record = simulated(8, shape=replace(flavor_config("llama3", "8B"), n_layers=2), **sections)
+    record = simulated(8, shape=replace(flavor_config("llama3", "8B"), n_layers=2), steps=2, **sections)
     step = record.recorder.steps[-1]
     peak = max(sum(moment.sizes) for moment in step.timeline if moment.phase == "update")
     more = peak - 2 * record.parameter_bytes - step.live_at_end["optimizer"]
@@ -488,7 +496,7 @@ def test_unsharded_gradients_of_tensor_parallel_ranks_are_counted_by_rank() -> N
     def gradients(tensor: int) -> float:
         parallelism = {"tensor_parallel_degree": tensor, "fsdp_gradient_accumulation": "unsharded"}
         config = config_of(parallelism=parallelism, training={"local_batch_size": 1, "global_batch_size": 8})
-        (rank,) = estimate(with_estimate(config, world_size=4), SHAPE, GPUS["h100-80"]).ranks
+        (rank,) = estimate(with_estimate(config, world_size=4), DEEPER, GPUS["h100-80"]).ranks
         return float(rank["gradients_gib"])
 
     assert gradients(2) < 0.65 * gradients(1)  # norms are replicated
@@ -500,7 +508,7 @@ def without_module(operations: list[Operation]) -> list[Operation]:
 
 
 def test_all_layers_are_simulated_if_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(summary, "simulate", cached_simulate)
+    monkeypatch.setattr(summary, "simulate", cache(simulate))
     config = config_of(
         activation_checkpoint={"mode": "selective", "selective_option": "2"},
         training={"global_batch_size": 8},
@@ -689,7 +697,7 @@ def test_float8_under_tensor_parallelism_is_counted(
 
 
 def test_gradients_are_freed_at_the_end_of_a_step() -> None:
-    first, second = simulated(2).recorder.steps
+    first, second = simulated(2, steps=2).recorder.steps
     assert first.live_at_end["gradients"] == second.live_at_end["gradients"] == 0
     assert second.timeline[0].sizes == tuple(first.live_at_end[kind] for kind in CATEGORIES)
 
@@ -709,7 +717,7 @@ def test_simulations_in_one_process_are_independent(sections: dict[str, Any]) ->
 
     def operations_and_peak(ranks: int, tensor: int) -> tuple[Any, ...]:
         parallelism = {"tensor_parallel_degree": tensor}
-        recorder = simulated(ranks, simulate=simulate, parallelism=parallelism, **sections).recorder
+        recorder = simulated(ranks, simulate=simulate_steps_of_rank, parallelism=parallelism, **sections).recorder
         return [(o.name, o.flops, o.bytes, o.axis, o.ranks) for o in recorder.steps[-1].operations], recorder.steps[
             -1
         ].peak
