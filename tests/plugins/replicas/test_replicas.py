@@ -74,9 +74,14 @@ def test_deaths_change_no_bit(device: str, references: Any, started: Any) -> Non
     assert events(replicas.folder).count("start") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "layout"),
+    [
+        pytest.param(place, layout, marks=() if (place, layout) == ("in a save", "fsdp") else pytest.mark.slow)
+        for place in PLACES
+        for layout in LAYOUTS
+    ],
+)
 def test_a_death_anywhere_in_a_step_changes_no_bit(place: str, layout: str, references: Any, started: Any) -> None:
     ranks, options = LAYOUTS[layout]
     reference = references(*(options if ranks > 1 else []), ranks=ranks)
@@ -193,7 +198,6 @@ def test_the_metrics_of_replicas_that_share_only_a_bucket(
     assert curves(replicas.folder) == sorted(reference.curve.values())
 
 
-@pytest.mark.slow
 def test_all_die_and_resume_from_the_checkpoint(references: Any, started: Any) -> None:
     reference, replicas = references(), started()
     for replica in "012":
@@ -211,6 +215,18 @@ def test_all_die_and_resume_from_the_checkpoint(references: Any, started: Any) -
     assert not [line for line in differences(replicas.folder, reference) if "in the run's metrics" not in line]
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_joiner_has_the_state_of_the_others(count: int, started: Any) -> None:
+    replicas = started("--recheck.interval=1", "--recheck.on_wrong_rank=stop", members=count)
+    names = [str(number) for number in range(count)]
+    for name in names:
+        replicas.start(name, Kill(4, "after the vote") if name == "1" else None)
+    replicas.wait_for_death("1")
+    replicas.start("1")
+    assert replicas.wait() == {name: [0] for name in names}, replicas.output()
+    assert "wrong_replica" not in events(replicas.folder)
+
+
 @pytest.mark.slow
 def test_a_start_after_the_end_has_nothing_to_do(references: Any, started: Any) -> None:
     reference, replicas = references(), started(members=1)
@@ -222,8 +238,7 @@ def test_a_start_after_the_end_has_nothing_to_do(references: Any, started: Any) 
     assert differences(replicas.folder, reference) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", ["0", "1"])
+@pytest.mark.parametrize("victim", ["0", pytest.param("1", marks=pytest.mark.slow)])
 def test_a_request_to_stop_makes_one_replica_leave(victim: str, references: Any, started: Any) -> None:
     reference, replicas = references(), started()
     for replica in "012":

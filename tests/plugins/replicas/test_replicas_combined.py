@@ -41,29 +41,31 @@ def other_numbers(folder: Path) -> dict[tuple[int, str], float]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["all-reduce", "in a save", "after the vote"])
+PARTS = {
+    "ramp": 'global_batch_size = "6, 12 at 0.5K"',  # the second batch begins with step 7
+    "stages": '[[stages]]\nname = "short"\nsteps = 6\n[[stages]]\nname = "long"\ntraining.seq_len = 32\n'
+    "training.global_batch_size = 6\n",
+}
+# The last step before the border, and the first one after it; replica 0 saves.
+BORDERS = [(step, place) for place in ("all-reduce", "after the vote") for step in (6, 7)] + [(6, "in a save")]
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("parts", "step", "place"),
     [
-        'global_batch_size = "6, 12 at 0.5K"',  # the second batch begins with step 7
-        '[[stages]]\nname = "short"\nsteps = 6\n[[stages]]\nname = "long"\ntraining.seq_len = 32\n'
-        "training.global_batch_size = 6\n",
+        pytest.param(*case, marks=() if case == ("stages", 6, "all-reduce") else pytest.mark.slow)
+        for case in [(parts, *border) for parts in PARTS for border in BORDERS]
     ],
-    ids=["ramp", "stages"],
 )
 def test_a_death_at_the_border_of_two_parts(
-    changes: str, place: str, references: Any, started: Any, tmp_path: Path
+    parts: str, step: int, place: str, references: Any, started: Any, tmp_path: Path
 ) -> None:
-    config = write_config(tmp_path, changes)
-    reference = references(config=config)
-    for step in (6, 7):  # the last step before the border, and the first one after it
-        replicas = started()
-        (replicas.folder / "own.toml").write_text(config.read_text())
-        step = step if place != "in a save" else 6  # replica 0 saves
-        codes = kill_and_restart(replicas, ["0" if place == "in a save" else "1"], Kill(step, place))
-        assert codes == ALL_DONE, replicas.output()
-        assert differences(replicas.folder, reference) == []
+    config = write_config(tmp_path, PARTS[parts])
+    reference, replicas = references(config=config), started()
+    (replicas.folder / "own.toml").write_text(config.read_text())
+    codes = kill_and_restart(replicas, ["0" if place == "in a save" else "1"], Kill(step, place))
+    assert codes == ALL_DONE, replicas.output()
+    assert differences(replicas.folder, reference) == []
 
 
 SPIKES = ["--faults.spike_threshold=50", "--faults.spike_window=4"]

@@ -103,7 +103,7 @@ class Unreachable(Kill):
 
 def test_only_a_replica_that_cannot_take_the_state_ends(references: Any, started: Any) -> None:
     options = ["--training.steps=20", "--replicas.max_discarded=2"]
-    replicas = started(*options, members=1)
+    replicas = started(*options, "--replicas.collective_timeout_seconds=5", members=1)
     replicas.start("0", Unreachable(slow_seconds=0.05))
     replicas.wait_until(lambda: replicas.step() >= 3)
     replicas.start("1")

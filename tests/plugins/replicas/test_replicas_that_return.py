@@ -73,18 +73,6 @@ def events(folder: Path, *names: str) -> list[tuple[int, str]]:
     return [(line["step"], line["event"]) for line in read_metrics(folder) if line.get("event") in names]
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_a_joiner_has_the_state_of_the_others(count: int, started: Any) -> None:
-    replicas = started("--recheck.interval=1", "--recheck.on_wrong_rank=stop", members=count)
-    names = [str(number) for number in range(count)]
-    for name in names:
-        replicas.start(name, Kill(4, "after the vote") if name == "1" else None)
-    replicas.wait_for_death("1")
-    replicas.start("1")
-    assert replicas.wait() == {name: [0] for name in names}, replicas.output()
-    assert events(replicas.folder, "wrong_replica") == []
-
-
 @pytest.mark.parametrize("save_seconds", [0.0, 4.0])
 def test_a_leader_that_hangs_before_its_save(save_seconds: float, references: Any, started: Any) -> None:
     """It does not take the lease from the one that leads, and saves, when it comes back."""
