@@ -273,7 +273,7 @@ def slow_commit() -> Any:
     return patch.object(LocalNewCheckpoint, "commit", commit)
 
 
-@pytest.mark.parametrize("signaled", [0, 1])
+@pytest.mark.parametrize("signaled", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_save_that_exceeds_the_grace_period_is_one_message_and_one_code(tmp_path: Path, signaled: int) -> None:
     options = ("--faults.stop_grace_seconds", "1", "--training.steps", "4", "--checkpoint.interval", "4")
     run = ForkedRun(tmp_path, *options, hook=slow_commit)
@@ -693,7 +693,7 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
     ("hook", "waits", "options"),
     [
         (stop_before_update, r"all_reduce at gradient_reducer\.py", ()),
-        (stop_before_batch, r"all_reduce at trainer\.py", ()),
+        pytest.param(stop_before_batch, r"all_reduce at trainer\.py", (), marks=pytest.mark.slow),
         (stop_in_a_block, r"(\w+ at model|all_to_all_single at reduce_scatter)\.py", ()),
         (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),
     ],
@@ -835,22 +835,14 @@ class Forked(ForkedRun):
         super().__init__(folder, *options, **options_of_run)
 
 
-FEW_FAULTS = (crash_test.full_disk, crash_test.late_commit, crash_test.flipped_read)
-
-
-@pytest.mark.parametrize(
-    "faults",
-    [pytest.param(FEW_FAULTS, id="few"), pytest.param(crash_test.FAULTS, id="all", marks=pytest.mark.slow)],
-)
-def test_run_with_faults_of_crash_test_ends_like_an_uninterrupted_run(
-    disk: DiskFaults, tmp_path: Path, faults: tuple[Any, ...]
-) -> None:
+@pytest.mark.slow  # the next test has several at once, and each has a test of its own
+def test_run_with_all_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path) -> None:
     data = tmp_path / "validation.txt"
     data.write_text("words that nobody trains on\n" * 5000)
     run, uninterrupted = (
         crash_test.Trial(tmp_path / name, random.Random(0), disk, Forked, data) for name in ("run", "uninterrupted")
     )
-    steps = crash_test.disturb(run, [crash_test.kill, *faults, crash_test.kill])
+    steps = crash_test.disturb(run, [crash_test.kill, *crash_test.FAULTS, crash_test.kill])
     tensors, compared = crash_test.compare(run, uninterrupted, steps)
     assert tensors > 45
     assert compared > 10

@@ -151,7 +151,9 @@ def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_ranks_alone_report_a_signal_to_the_job(number: signal.Signals, code: int) -> None:
     rank = (
         # Each line in one write: both ranks share the pipes.
@@ -230,7 +232,7 @@ def test_unusable_folders_of_torchrun_exit_with_2(tmp_path: Path) -> None:
         assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("rank", [-1, 1])
+@pytest.mark.parametrize("rank", [-1, pytest.param(1, marks=pytest.mark.slow)])
 def test_error_before_process_group_initialization_is_printed_once(
     disk: DiskFaults, forked_ranks: dict[str, str], tmp_path: Path, rank: int
 ) -> None:

@@ -335,17 +335,17 @@ def test_averaged_weights_without_ema_are_rejected() -> None:
 def test_cooldown_from_a_checkpoint_of_a_stable_run(tmp_path: Path) -> None:
     """As in docs/recipes.md: a copy of a checkpoint, in a separate folder, with a schedule that decays."""
     stable, cooldown, uninterrupted = (tmp_path / name for name in ("stable", "cooldown", "uninterrupted"))
-    finish(stable, "--training.steps", "8")
+    finish(stable, "--training.steps", "8", ranks=1)
     (cooldown / "checkpoint").mkdir(parents=True)
     shutil.copytree(stable / "checkpoint/step-6", cooldown / "checkpoint/step-6")
     schedule = {"total_steps": "10", "decay_type": "linear", "decay_ratio": "0.4"}
     options = [text for key, value in schedule.items() for text in (f"--lr_scheduler.{key}", value)]
     allowed = ("--checkpoint.allow_changes", *(f"lr_scheduler.{key}" for key in schedule))
     assert "lr_scheduler.decay_type = 'linear' (checkpoint: 'constant')" in finish(
-        cooldown, *options, "--training.steps", "10", *allowed
+        cooldown, *options, "--training.steps", "10", *allowed, ranks=1
     )
-    finish(uninterrupted, *options, "--training.steps", "10")
+    finish(uninterrupted, *options, "--training.steps", "10", ranks=1)
     assert different_tensors(saved_tensors(cooldown, 10), saved_tensors(uninterrupted, 10)) == []
     assert (stable / "checkpoint/step-8").is_dir()
-    finish(stable, "--training.steps", "10")  # the stable run continues, and differs
+    finish(stable, "--training.steps", "10", ranks=1)  # the stable run continues, and differs
     assert different_tensors(saved_tensors(stable, 10), saved_tensors(uninterrupted, 10)) != []

@@ -229,13 +229,13 @@ BFLOAT16_SEEDS = (1, 2, 3)
 BFLOAT16_MODEL = MODELS["deep-odd"]
 
 
-def _ten_steps(config: JobConfig, model: TransformerConfig) -> Curve:
-    return train(config, model, steps=10)
+def _six_steps(config: JobConfig, model: TransformerConfig) -> Curve:
+    return train(config, model, steps=6)
 
 
-def _ten_steps_with_plain_attention(config: JobConfig, model: TransformerConfig) -> Curve:
+def _six_steps_with_plain_attention(config: JobConfig, model: TransformerConfig) -> Curve:
     with sdpa_kernel(SDPBackend.MATH):
-        return _ten_steps(config, model)
+        return _six_steps(config, model)
 
 
 def _bfloat16(seed: int, **training: Any) -> dict[str, Any]:
@@ -245,8 +245,8 @@ def _bfloat16(seed: int, **training: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def bfloat16_one_rank(gloo: GlooPool) -> dict[int, list[Curve]]:
     """One rank in bfloat16, by seed: 1, 2, 4 and 8 microbatches, and 1 and 8 with another attention kernel."""
-    variants = [(_ten_steps, rows, "auto") for rows in (8, 4, 2, 1)]
-    variants += [(_ten_steps_with_plain_attention, rows, "math") for rows in (8, 1)]
+    variants = [(_six_steps, rows, "auto") for rows in (8, 4, 2, 1)]
+    variants += [(_six_steps_with_plain_attention, rows, "math") for rows in (8, 1)]
     return {
         seed: [
             gloo.run(
@@ -280,7 +280,7 @@ def _distances(pairs: Iterable[tuple[Curve, Curve]], name: str) -> list[float]:
 def test_bfloat16_stays_within_the_noise_of_one_rank(
     gloo: GlooPool, bfloat16_one_rank: dict[int, list[Curve]], text: str
 ) -> None:
-    curves = {seed: run(gloo, text, BFLOAT16_MODEL, _ten_steps, **_bfloat16(seed))[0] for seed in BFLOAT16_SEEDS}
+    curves = {seed: run(gloo, text, BFLOAT16_MODEL, _six_steps, **_bfloat16(seed))[0] for seed in BFLOAT16_SEEDS}
     # Shards and stages are compared with the first four runs, the splits of the batch. The distance of the other axes
     # is the largest of a few values: it is 0.6 to 1.3 times the noise, depending on the seeds.
     count, factor = (4, 1.1) if text in ("S2", "P2") else (6, 1.5)

@@ -75,7 +75,7 @@ def test_failed_export_keeps_the_checkpoints(disk: DiskFaults, tmp_path: Path) -
     assert not list(tmp_path.glob("hf*"))
 
 
-@pytest.mark.parametrize(("error", "code"), [(errno.EACCES, 2), (errno.EIO, 74)])
+@pytest.mark.parametrize(("error", "code"), [pytest.param(errno.EACCES, 2, marks=pytest.mark.slow), (errno.EIO, 74)])
 def test_every_command_reports_a_path_that_cannot_be_accessed(
     disk: DiskFaults, tmp_path: Path, error: int, code: int
 ) -> None:

@@ -87,13 +87,8 @@ def lowered_case(workers: Callable[[str], fake_cuda.Worker]) -> Callable[[Case],
     return cache(lambda case: lower_case(workers(case.gpu), case))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=str(case), marks=[] if case == Case("documents", "selective") else pytest.mark.slow)
-        for case in MATRIX
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [pytest.param(case, id=str(case)) for case in MATRIX])
 def test_options_compile(lowered_case: Callable[[Case], Lowered], case: Case) -> None:
     assert problems_of(case, lowered_case(case)) == []
 

@@ -128,7 +128,8 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "tensor-context": (64, {**layout(tensor=4, context=4, replicate=2), **SELECTIVE, **COMPILE, **MUON}),
     "averages-z-loss": (8, {**layout(tensor=2), **EMA_AND_Z, "training.loss_chunk_tokens": 128}),
     "async-tensor": (8, {**layout(tensor=4), f"{P}enable_async_tensor_parallel": True, **COMPILE}),
-    "context-documents": (16, {**layout(context=4), **DOCUMENTS, **COMPILE, **SELECTIVE}),
+    "context-documents": (16, {**layout(context=4), **DOCUMENTS, **SELECTIVE}),
+    "context-documents-compiled": (16, {**layout(context=4), **DOCUMENTS, **COMPILE, **SELECTIVE}),
     "float32": (8, {**layout(context=2), "training.mixed_precision_param": "float32"}),
     "memory-budget": (8, {**COMPILE, "activation_checkpoint.mode": "memory_budget", **BFLOAT16}),
     "1F1B": (48, {**schedule("1F1B"), **THREE, **layout(pipeline=3, tensor=2, context=2, replicate=2), **SELECTIVE}),
@@ -156,7 +157,7 @@ def with_version_marks(names: Iterable[str], slow: Container[str] = ()) -> list[
     return [pytest.param(name, marks=of_name) for name, of_name in marks.items()]
 
 
-SLOW = ("1F1B-documents-nine", "GPipe-compiled")
+SLOW = ("1F1B-documents-nine", "1F1B-documents-eager", "context-documents-compiled", "GPipe-compiled")
 
 
 @pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=SLOW))
@@ -544,7 +545,7 @@ def attention_not_saved() -> AbstractContextManager[Any]:
 def test_recomputed_attention_is_detected(gpu: fake_cuda.Worker) -> None:
     options = {**DOCUMENTS, **SELECTIVE}
     faults: tuple[dict[str, Any], ...] = ({}, {"fault": attention_not_saved})
-    kept, again = (simulate(gpu, 8, options, shape=ONE_LAYER, **fault).ranks[0] for fault in faults)
+    kept, again = (simulate(gpu, 8, options, shape=ONE_LAYER, steps=1, **fault).ranks[0] for fault in faults)
     assert again.recomputed > kept.recomputed
 
 
@@ -568,9 +569,9 @@ def keys_gathered_in_float32() -> AbstractContextManager[Any]:
 
 
 def test_products_and_collectives_in_another_dtype_are_detected(gpu: fake_cuda.Worker) -> None:
-    report = simulate(gpu, 8, {}, shape=ONE_LAYER, fault=products_in_float32)
+    report = simulate(gpu, 8, {}, shape=ONE_LAYER, fault=products_in_float32, steps=1)
     assert {(name, dtype) for name, _, dtype in report.unexpected_dtypes} == {("mm", torch.float32)}
-    report = simulate(gpu, 8, layout(context=2), shape=ONE_LAYER, fault=keys_gathered_in_float32)
+    report = simulate(gpu, 8, layout(context=2), shape=ONE_LAYER, fault=keys_gathered_in_float32, steps=1)
     sent = {found for found in report.unexpected_dtypes if len(found) == 4}
     names = ("all_gather_into_tensor", "reduce_scatter_tensor")
     assert sent == {("context", name, torch.float32, 5) for name in names}

@@ -122,7 +122,7 @@ def compare_all_layouts(gloo: GlooPool, folder: Path, dtype: str, layouts: tuple
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_layouts_are_reported_as_identical(gloo: GlooPool, tmp_path: Path, dtype: str) -> None:
-    compare_all_layouts(gloo, tmp_path, dtype, QUICK, steps=2)
+    compare_all_layouts(gloo, tmp_path, dtype, QUICK, steps=1)
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tupl
     return reference
 
 
-QUICK_FAULTS = ("dropped microbatch", "batch row swapped", "loss divided by the local tokens", "weight decay on norms")
+QUICK_FAULTS = ("batch row swapped", "loss divided by the local tokens", "weight decay on norms")
 
 
 @pytest.mark.parametrize(

@@ -378,7 +378,7 @@ def write_questions(folder: Path, count: int) -> None:
     (folder / "empty.yaml").write_text(f"{EMPTY_ANSWERS}{source}test_split: test\n")
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 2), (2, 5)])
+@pytest.mark.parametrize(("ranks", "count"), [(1, 2), pytest.param(2, 5, marks=pytest.mark.slow)])
 def test_answers_may_be_empty(tmp_path: Path, ranks: int, count: int) -> None:
     """All of a batch, so that no token is scored."""
     options = without_tasks(prepare(tmp_path))

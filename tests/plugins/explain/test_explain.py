@@ -266,7 +266,7 @@ def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> N
     assert first["loss"] == pytest.approx(logged_losses(folder)[1], rel=1e-6)
 
 
-@pytest.mark.parametrize("sums", ["fast", "exact"])
+@pytest.mark.parametrize("sums", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
 def test_gradients_of_rows_add_up_to_that_of_the_step(sums: str, run: tuple[Path, str], tmp_path: Path) -> None:
     options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=5", f"--training.sums={sums}"]
     train(tmp_path / "run", CONFIG, *options, "--training.z_loss_weight=1e-3")

@@ -148,7 +148,7 @@ def assert_same_numbers(runs: list[Run], reference: Run) -> None:
 slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=slow)])
 @pytest.mark.parametrize(
     ("parallelism", "model", "sections"),
     [

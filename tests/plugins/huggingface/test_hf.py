@@ -155,7 +155,7 @@ def export_in_small_files(source: Path, target: Path, shape: TransformerConfig, 
         load_and_export_sharded(source, target, shape, parallelism)
 
 
-@pytest.mark.parametrize("small_files", [False, True])
+@pytest.mark.parametrize("small_files", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_exported_bytes_do_not_depend_on_process_and_layout(gloo: GlooPool, tmp_path: Path, small_files: bool) -> None:
     """DCP's own safetensors header has a random order."""
     shape, export_function = SHAPES["Llama 3.1"], export_in_small_files if small_files else load_and_export_sharded

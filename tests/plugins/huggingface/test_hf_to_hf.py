@@ -145,7 +145,15 @@ SOURCES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(
+    "source",
+    [
+        "bos is eos, not added",
+        "bos and eos added",
+        "no bos",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no bos added", "bos added")),
+    ],
+)
 def test_special_tokens_of_an_imported_model_are_those_of_its_files(tmp_path: Path, source: str) -> None:
     """Texts begin as in transformers and lm-eval's own model, and end at each EOS id of the folder."""
     pytest.importorskip("lm_eval")

@@ -39,5 +39,6 @@ def test_every_layout_trains_like_one_rank(
     assert_layout_trains_like_one_rank(gloo, references, LAYOUTS[layout])
 
 
+@pytest.mark.slow
 def test_activation_changes_do_not_depend_on_width_with_mup(gloo: GlooPool) -> None:
     check_coordinates_over_widths(gloo, "muon", growth=2)

@@ -474,7 +474,7 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
         assert full.ranks[represented][key] <= full.ranks[representative][key]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.slow), "Interleaved1F1B"])
 def test_bubble_of_a_pipeline_is_that_of_theory(schedule: str) -> None:
     """(ranks - 1) / (chunks x microbatches) of the computation: https://arxiv.org/abs/2104.04473, section 2.2."""
     ranks, microbatches, chunks = 4, 8, STAGES_PER_RANK[schedule]
@@ -711,7 +711,11 @@ def test_only_real_cpus_pad_shards() -> None:
     assert padded(gpu=True) == set()
 
 
-@pytest.mark.parametrize("sections", [{"compile": {"enable": True}}, {"data": {"document_mask": True}}], ids=str)
+@pytest.mark.parametrize(
+    "sections",
+    [{"compile": {"enable": True}}, pytest.param({"data": {"document_mask": True}}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_simulations_in_one_process_are_independent(sections: dict[str, Any]) -> None:
     """torch keeps meshes, shapes and compiled functions for the whole process."""
 

@@ -148,7 +148,9 @@ def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
     assert text.startswith("more GPUs alone are not enough, because activations and gathered parameters take the mem")
 
 
-@pytest.mark.parametrize("degrees", [(), ("--parallelism.data_parallel_shard_degree", "1")])
+@pytest.mark.parametrize(
+    "degrees", [pytest.param((), marks=pytest.mark.slow), ("--parallelism.data_parallel_shard_degree", "1")]
+)
 def test_advice_names_the_number_of_gpus_that_are_enough(degrees: tuple[str, ...]) -> None:
     """Of a model whose states are most of its memory."""
     wide = [*OPTIONS, "--model.shape.dim=1024", "--model.shape.n_layers=2", "--training.seq_len=64"]

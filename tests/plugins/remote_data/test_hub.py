@@ -134,7 +134,11 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: f"{fault.where}-{fault.kind}".replace("/", ""))
+@pytest.mark.parametrize(
+    "fault",
+    [*FAULTS[:-2], *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[-2:])],
+    ids=lambda fault: f"{fault.where}-{fault.kind}".replace("/", ""),
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_temporary_network_failure_does_not_change_the_batches(
     hub: Hub, layout: str, fault: Fault, pauses: list[float], monkeypatch: pytest.MonkeyPatch

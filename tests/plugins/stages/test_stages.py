@@ -1087,7 +1087,7 @@ def hold_before_the_second_stage(folder: Path, environment: dict[str, str]) -> A
     return patch.object(driver, "_build_or_other_step", wait)
 
 
-@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize("where", ["folder", pytest.param("bucket", marks=pytest.mark.slow)])
 def test_older_start_between_two_stages_does_not_take_the_lease_from_a_newer_one(
     tmp_path: Path, sources: dict[str, str], where: str, s3_server: S3Server
 ) -> None:
