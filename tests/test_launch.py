@@ -378,7 +378,11 @@ def on_a_fast_clock() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "came"), [([1], "nothing listens there"), ([0, 2], "2 of 4 nodes have come, missing: node rank 1, 3")]
+    ("nodes", "came"),
+    [
+        pytest.param([1], "nothing listens there", marks=pytest.mark.slow),
+        ([0, 2], "2 of 4 nodes have come, missing: node rank 1, 3"),
+    ],
 )
 def test_node_that_waits_for_the_others_says_where_and_for_whom(tmp_path: Path, nodes: list[int], came: str) -> None:
     """In the first case as if the rendezvous were on another host than that of node rank 0."""

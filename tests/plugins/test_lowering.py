@@ -309,6 +309,7 @@ def masks_of_all_pairs() -> AbstractContextManager[Any]:
     return stack
 
 
+@pytest.mark.slow
 def test_document_mask_that_is_not_compiled_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
     """Beside spills, because ``flex_attention`` has no options for heads of this size."""
     found = problems(lower_small(workers("h100-80"), masks_of_all_pairs, documents=True), "flex")

@@ -83,10 +83,14 @@ def generate_with_command(source: Path, folder: Path, prompts: Sequence[str]) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
-@pytest.mark.parametrize("family", ["Qwen3", pytest.param("Llama", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("family", "scored"),
+    [("Qwen3", False), *(pytest.param(family, True, marks=pytest.mark.slow) for family in FAMILIES)],
+)
 def test_hf_folder_is_trained_exported_and_used_by_every_command(
-    tmp_path: Path, family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, family: str, scored: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """``scored``: by evaluate, too, as ``test_special_tokens_of_an_imported_model_are_those_of_its_files`` does."""
     pytest.importorskip("lm_eval")
     theirs, run, exported = tmp_path / "theirs", tmp_path / "run", tmp_path / "exported"
     save_model(theirs, family, **FAMILIES[family])
@@ -129,6 +133,8 @@ def test_hf_folder_is_trained_exported_and_used_by_every_command(
     start = ("--model.hf_folder", str(exported), "--checkpoint.initial_load_path", str(exported))
     assert f"from the weights in {exported}" in finish(tmp_path / "second", *start, "--training.steps", "1", ranks=1)
 
+    if not scored:
+        return
     write_tasks(tmp_path)
     ours = score("torchtrain", f"checkpoint={exported}", tmp_path, monkeypatch)
     reference = score("hf", f"pretrained={exported},dtype=float32", tmp_path, monkeypatch)
