@@ -444,7 +444,7 @@ TRAINER_FAULTS: dict[Fault, str] = {
 
 # The steps of a run, and faults that do not hide each other in it: where the host waits, much is ordered.
 FAULTS_OF_RUNS: list[tuple[int, list[Fault]]] = [
-    (2, [copy_without_waiting_for_the_update, thread_without_a_device, check_that_reads_without_waiting]),
+    (3, [copy_without_waiting_for_the_update, thread_without_a_device, check_that_reads_without_waiting]),
     (3, [update_without_waiting_for_the_copy, save_without_waiting_for_the_copy, unpinned_batches]),
     (1, [batches_that_are_waited_for]),
 ]
