@@ -238,7 +238,32 @@ def test_a_start_after_the_end_has_nothing_to_do(references: Any, started: Any) 
     assert differences(replicas.folder, reference) == []
 
 
-@pytest.mark.parametrize("victim", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@dataclass
+class Stop(Kill):
+    """A request to stop, in place of SIGKILL; saves take a second more."""
+
+    is_sent: bool = False
+
+    def now(self, place: str, step: int) -> None:
+        if place == "in a save":
+            time.sleep(1)
+        elif place == self.place and step == self.step and not self.is_sent:
+            self.is_sent = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_the_leader_stops_in_the_step_of_a_slow_save(references: Any, started: Any) -> None:
+    """It leaves before this save, so for the last one, of the same step, it cannot ask who is a member."""
+    reference, replicas = references(), started("--checkpoint.async_mode=disabled")
+    for replica in "012":
+        replicas.start(replica, Stop(5, "before clipping") if replica == "0" else None)
+    assert replicas.wait() == {"0": [75], "1": [0], "2": [0]}, replicas.output()
+    assert curves(replicas.folder / "replicas/0")[-1][0] == 5
+    assert differences(replicas.folder, reference) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
 def test_a_request_to_stop_makes_one_replica_leave(victim: str, references: Any, started: Any) -> None:
     reference, replicas = references(), started()
     for replica in "012":

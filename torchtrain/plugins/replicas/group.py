@@ -335,6 +335,11 @@ class ReplicaGroup(Replicas):
         return self.leader == self.number
 
     @property
+    def has_left(self) -> bool:
+        """Whether this replica is no longer a member, or not yet."""
+        return self._manager is None
+
+    @property
     def failed(self) -> bool:
         """Whether a collective of this step has failed on this rank."""
         return self._manager.errored() is not None
@@ -612,7 +617,7 @@ class ReplicaGroup(Replicas):
 
     def close(self) -> None:
         """Leave: the others no longer wait for this replica."""
-        if self._manager is None:
+        if self.has_left:
             return
         if self._heartbeat is not None:
             self._heartbeat.close()

@@ -508,7 +508,8 @@ class ReplicaTrainer(Trainer):
     def acquire_lease(self, last: bool) -> bool:
         """Acquire the writer lease for a save; returns whether this replica still leads."""
         self.forget_superseded_save()
-        if last and self.has_hung():
+        # One that was asked to stop may have left for a regular save of the same step.
+        if last and not self.group.has_left and self.has_hung():
             self.agree_on_members()
             if self.part_has_ended or not self.group.is_leader or self.group.step != self.step:
                 return False
