@@ -293,12 +293,7 @@ def test_parent_of_folders_of_tokens_raises_a_data_error(tmp_path: Path) -> None
 
 def test_output_inside_the_data_is_rejected(tmp_path: Path) -> None:
     texts = text_folder(tmp_path / "texts")
-    for path, output in (
-        (tmp_path.as_uri(), f"{tmp_path}/out"),
-        (texts, (tmp_path / "texts/out").as_uri()),
-        ("memory://x/", "memory://x/out"),
-    ):
-        assert "is inside the data folder" in run("--data.path", path, "--prepare.output", output)
+    assert "is inside the data folder" in run("--data.path", texts, "--prepare.output", f"{texts}/out")
 
 
 def test_all_sources_are_checked_before_the_first_is_tokenized(

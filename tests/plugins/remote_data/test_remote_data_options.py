@@ -4,6 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_datasets_failures import check_folder_that_a_rank_cannot_write
+from test_prepare import run as prepare
+from test_prepare import text_folder
 from test_resume_compatibility import toml
 
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
@@ -53,3 +56,18 @@ def test_labels_of_subsets_are_distinct() -> None:
     sources += [SourceConfig(path=f"held/wiki.{language}.jsonl.gz") for language in ("en", "de")]
     labels = [source.title for source in ValidationConfig(enable=True, sources=tuple(sources)).all]
     assert labels == ["web_deu", "web_fra", "wiki.en", "wiki.de"]
+
+
+def test_a_rank_that_cannot_write_the_cache_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
+    url = (tmp_path / "0/text.jsonl").as_uri()
+    check_folder_that_a_rank_cannot_write(tmp_path, "remote_data.cache_folder", url)
+
+
+def test_output_inside_the_data_is_rejected(tmp_path: Path) -> None:
+    texts = text_folder(tmp_path / "texts")
+    for path, output in (
+        (tmp_path.as_uri(), f"{tmp_path}/out"),
+        (texts, (tmp_path / "texts/out").as_uri()),
+        ("memory://x/", "memory://x/out"),
+    ):
+        assert "is inside the data folder" in prepare("--data.path", path, "--prepare.output", output)
