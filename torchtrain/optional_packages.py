@@ -34,15 +34,16 @@ def install_command(extra: str, *, with_constraints: bool = True) -> str:
 def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
     """The error to report if a plugin of this repository has imported a package that is not installed.
 
-    It has the command that installs what the plugin needs: those packages are an extra with the name of the plugin.
+    It has the command that installs what the plugin needs. Those packages are an extra with the name of the plugin, with
+    hyphens.
     """
     modules = [frame.f_globals.get("__name__", "").split(".") for frame, _ in walk_tb(error.__traceback__)]
     plugins = [parts[2] for parts in modules if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2]
     package = (error.name or "").partition(".")[0]
     if not plugins or package in ("", "torchtrain"):
         return None
-    requirements = _requirements(plugins[-1])
-    command = install_command(plugins[-1]) if requirements else shlex.join(["pip", "install", package])
+    extra = plugins[-1].replace("_", "-")
+    command = install_command(extra) if _requirements(extra) else shlex.join(["pip", "install", package])
     return ConfigError(f"the plugin {plugins[-1]} needs the package {package}, which is not installed: {command}")
 
 
@@ -56,5 +57,4 @@ def _requirements(extra: str) -> Sequence[str]:
         required = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
         return []
-    name = extra.replace("_", "[-_]")  # builds of packages may normalize it
-    return [line for line in required if re.search(rf"extra == ['\"]{name}['\"]", line)]
+    return [line for line in required if re.search(rf"extra == ['\"]{extra}['\"]", line)]

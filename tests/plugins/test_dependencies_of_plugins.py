@@ -18,7 +18,7 @@ OTHER_EXTRAS = {"evaluation": ["eval"], "replicas": ["elastic"], "comparison": [
 def test_plugin_declares_the_packages_that_it_imports(folder: Path) -> None:
     extras = PROJECT["optional-dependencies"]
     required = names(PROJECT["dependencies"])
-    for extra in (folder.name, *OTHER_EXTRAS.get(folder.name, [])):
+    for extra in (folder.name.replace("_", "-"), *OTHER_EXTRAS.get(folder.name, [])):
         required |= names(extras.get(extra, []))
     if folder.name == "evaluation":
         required.add("huggingface_hub")  # of lm_eval
@@ -49,7 +49,8 @@ def test_missing_package_is_named_with_the_command_that_installs_it(package: str
     options = [option, *([f"--job.dump_folder={tmp_path}"] if name == "train" else [])]
     command = [sys.executable, "-c", CODE, package, name, *options]
     found = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
-    message = f"the plugin {plugin} needs the package {package}, which is not installed: {install_command(plugin)}"
+    install = install_command(plugin.replace("_", "-"))
+    message = f"the plugin {plugin} needs the package {package}, which is not installed: {install}"
     assert message in found.stderr.replace("\n", " ")
     assert "Traceback" not in found.stderr
     assert found.returncode == 2
