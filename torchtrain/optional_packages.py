@@ -34,8 +34,7 @@ def install_command(extra: str, *, with_constraints: bool = True) -> str:
 def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
     """The error to report if a plugin of this repository has imported a package that is not installed.
 
-    It has the command that installs what the plugin needs. Those packages are an extra with the name of the plugin, with
-    hyphens.
+    It has the command that installs what the plugin needs: an extra with the name of the plugin, in which "_" is "-".
     """
     modules = [frame.f_globals.get("__name__", "").split(".") for frame, _ in walk_tb(error.__traceback__)]
     plugins = [parts[2] for parts in modules if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2]
