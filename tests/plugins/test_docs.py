@@ -116,8 +116,6 @@ LISTED = {
     "python scripts/benchmarks/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
     "pip install -e '.[bench]'": "needs a package index",
-    "pip install -e '.[remote-data]' -c constraints.txt": "needs a package index; run by .ci/run",
-    "pip install -e '.[from-torchtitan]' -c constraints.txt": "needs a package index; run by .ci/run",
     "pytest -n 3 --dist loadfile --ignore tests/plugins": "part of .ci/run",
     "pytest -n 3 --dist loadfile tests/plugins/muon": "part of .ci/run",
     "pip install -e '.[s3]' -c constraints.txt": "needs a package index; run by .ci/run",
@@ -384,8 +382,8 @@ def test_code_in_the_readme_of_the_tests_is_quoted_from_them() -> None:
     for name, code in quotes:
         (path,) = (ROOT / "tests").rglob(name)
         lines = {line.partition("  #")[0].strip() for line in path.read_text("utf-8").splitlines()}
-        for line in code.splitlines():
-            assert line.partition("  #")[0].strip() in lines, f"{name} does not contain {line!r}"
+        missing = [line for line in code.splitlines() if line.partition("  #")[0].strip() not in lines]
+        assert missing == [], name
 
 
 def test_generated_pages_are_current() -> None:
