@@ -265,9 +265,9 @@ class TokenManifest:
     """Identity of the text."""
     shard_count: int
     """Number of shards, also before they are written."""
+    shards: tuple[Shard, ...] = ()
     options: str = ""
     """``TextInput.options``."""
-    shards: tuple[Shard, ...] = ()
     format: Literal[2] = _FORMAT
 
     @property

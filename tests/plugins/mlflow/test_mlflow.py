@@ -41,7 +41,7 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         yield database
         return
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow.client")  # this folder is a module mlflow, too, where the package is missing
     logging.getLogger("alembic").setLevel(logging.WARNING)
     if request.param == "package":
         yield database
