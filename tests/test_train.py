@@ -208,9 +208,8 @@ def test_start_without_a_config_file_is_an_error_that_lists_the_configs(
     starting, message, configs = capsys.readouterr().err.splitlines()
     assert "importing PyTorch" in starting
     assert "nothing says what to train: name a config by --job.config_file, or set options of " in message
-    assert configs.startswith(
-        f"  in {ROOT / 'train_configs'}: continue_hf.toml, debug_english.toml, debug_model.toml, "
-    )
+    assert configs.startswith(f"  in {ROOT / 'train_configs'}: ")
+    assert " debug_english.toml, debug_model.toml, " in configs
     assert not list(tmp_path.iterdir())
 
 
