@@ -156,6 +156,7 @@ def lines_of_a_run(folder: Path, parallelism: dict[str, Any]) -> list[dict[str, 
 @pytest.fixture(scope="module")
 def logged(gloo: GlooPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A folder with data, and the lines of one rank."""
+    pytest.importorskip("torchtrain.plugins.diagnostics")  # norms and losses by source
     folder = tmp_path_factory.mktemp("logged")
     (folder / "a.txt").write_text("".join(f"a{n} = {n * n}\n\n" for n in range(900)))
     (folder / "b.txt").write_text("the sea and the wind\n" * 400)
