@@ -71,11 +71,12 @@ for variables, options in json.loads(sys.argv[1]):
 """
 
 
-def runs_in(work: Path) -> list[tuple[int, list[str]]]:
-    """The number of ranks and the options of each run of ``LAYOUTS``, with outputs in ``work``."""
+def runs_in(work: Path, text: str) -> list[tuple[int, list[str]]]:
+    """The number of ranks and the options of each run of ``LAYOUTS`` with the config ``text``, with outputs in
+    ``work``."""
     config = work / "config.toml"
     work.mkdir()
-    config.write_text(CONFIG.replace("[report]\nenable = false\n", ""), encoding="utf-8")
+    config.write_text(text, encoding="utf-8")
     return [
         (ranks, [f"--job.config_file={config}", f"--job.dump_folder={work / name}", *SMALL, *options])
         for ranks, layouts in LAYOUTS.items()
@@ -87,7 +88,7 @@ def runs_in(work: Path) -> list[tuple[int, list[str]]]:
 def train_without_plugins(source: Path, work: Path) -> None:
     """Train with the package in the folder ``source``, in two new interpreters."""
     commands: list[list[tuple[dict[str, str], list[str]]]] = [[], []]
-    for ranks, options in runs_in(work):
+    for ranks, options in runs_in(work, CONFIG.replace("[report]\nenable = false\n", "")):
         port = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         for rank in range(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)} if ranks > 1 else {}
@@ -112,9 +113,8 @@ def test_core_without_plugins_trains_the_same_bits(tmp_path: Path) -> None:
     copy = tmp_path / "core"
     shutil.copytree(PACKAGE, copy / "torchtrain", ignore=shutil.ignore_patterns("plugins", "__pycache__"))
     train_without_plugins(copy, tmp_path / "without")
-    without_report = ["--report.no-enable"] if PLUGINS.is_dir() else []
-    for ranks, options in runs_in(tmp_path / "with"):
-        checked_command("torchtrain.train", *options, *without_report, ranks=ranks)
+    for ranks, options in runs_in(tmp_path / "with", CONFIG):
+        checked_command("torchtrain.train", *options, ranks=ranks)
     for name in chain.from_iterable(LAYOUTS.values()):
         ours, theirs = tmp_path / "without" / name, tmp_path / "with" / name
         assert len(logged(ours)) == 4

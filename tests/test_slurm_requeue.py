@@ -197,8 +197,9 @@ def test_invalid_option_ends_the_job_before_srun(job: Job) -> None:
     result = subprocess.run(command, cwd=ROOT, env=job.environment, capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr.startswith("error: job.config_file = 'no where.toml' is not a file")
-    assert result.stderr.count("error: ") == 1
-    assert "There are:\n  in train_configs: " in result.stderr
+    configs = result.stderr.splitlines()[1:]
+    assert configs
+    assert [line for line in configs if not line.startswith("  in ")] == []
 
 
 # They run the command that they are given, with CONTAINED set if it is in the image.

@@ -40,7 +40,7 @@ def start(machine: int, text: Path, outputs: Path, cache: Path, *torchrun: str) 
         *("--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "--job.dump_folder", str(outputs)),
         *("--data.path", str(text), "--data.held_out", "0", "--training.steps", "3", "--training.seq_len", "64"),
         *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--metrics.log_freq", "1"),
-        *("--model.shape.n_layers", "1", "--checkpoint.no-enable", "--report.no-enable"),
+        *("--model.shape.n_layers", "1", "--checkpoint.no-enable"),
     ]
     command = [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", "torchtrain.train", *options]
     in_machine = ["ip", "netns", "exec", NAMES[machine], "unshare", "--uts"]
