@@ -173,6 +173,20 @@ def test_tokens_are_found_by_content_tokenizer_column_and_options(tmp_path: Path
     assert copy.describe(0, 0).file == str(tmp_path / "copy/b.jsonl")
 
 
+def test_files_beyond_the_table_of_an_identity_are_found_by_their_content_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_files, "MAX_FILES", 2)
+    for number in range(3):
+        (tmp_path / "texts").mkdir(exist_ok=True)
+        write_jsonl(tmp_path / f"texts/{number}.jsonl", MANY[number:])
+    first = open_text(tmp_path / "texts")
+    shutil.copytree(tmp_path / "texts", tmp_path / "copy", copy_function=shutil.copyfile)  # with other times
+    with written_shards() as written:
+        assert folder_of(open_text(tmp_path / "copy")) == folder_of(first)
+    assert not written
+
+
 @pytest.mark.parametrize("verify_bytes", [math.inf, 1000])
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
 def test_file_rewritten_with_the_same_size_and_time_is_tokenized_again(
