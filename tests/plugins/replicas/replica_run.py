@@ -307,6 +307,11 @@ class Reference:
         self.tensors = saved_tensors(self.folder, max(self.curve))
 
 
+def events(folder: Path) -> list[str]:
+    """The events in the metrics of a run, in their order."""
+    return [line["event"] for line in read_metrics(folder) if "event" in line]
+
+
 def differences(run: Path, reference: Reference, steps: Sequence[int] | None = None) -> list[str]:
     """In what a run of replicas differs from the reference: last checkpoint, and each loss and norm that was logged.
 

@@ -33,6 +33,7 @@ from replica_run import (
     Kill,
     curves,
     differences,
+    events,
     kill_and_restart,
 )
 
@@ -48,10 +49,6 @@ MUON = [
     "--validation.steps=1",
 ]
 SLOW = Kill(slow_seconds=0.05)
-
-
-def events(folder: Path) -> list[str]:
-    return [line["event"] for line in read_metrics(folder) if "event" in line]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from data_samples import DOCUMENTS, write_jsonl
 from forked_run import different_tensors, read_metrics
-from replica_run import CONFIG, Kill, differences, kill_and_restart
+from replica_run import CONFIG, Kill, differences, events, kill_and_restart
 
 pytest.importorskip("torchft")
 
@@ -24,10 +24,6 @@ def write_config(folder: Path, changes: str) -> Path:
         CONFIG.replace("global_batch_size = 12", changes) if changes.startswith("global") else CONFIG + changes
     )
     return file
-
-
-def events(folder: Path) -> list[str]:
-    return [line["event"] for line in read_metrics(folder) if "event" in line]
 
 
 def other_numbers(folder: Path) -> dict[tuple[int, str], float]:
