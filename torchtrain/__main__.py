@@ -1,7 +1,6 @@
 """List the commands: ``python -m torchtrain``."""
 
 import ast
-import difflib
 import shlex
 import sys
 import textwrap
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from torchtrain.cli import command, run_and_exit
+from torchtrain.config.parse import closest
 from torchtrain.errors import ConfigError
 
 
@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
         if name in (*found, "COMMAND"):
             line = shlex.join([name, *arguments])
             raise ConfigError(f"a command is a module of its own: python -m torchtrain.{line}")
-        near = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean python -m torchtrain.{shlex.join([*near, *arguments])}?" if near else "see --help"
+        near = closest(name, found)
+        hint = f"did you mean python -m torchtrain.{shlex.join([near, *arguments])}?" if near else "see --help"
         raise ConfigError(f"{name!r} is not a command; {hint}")
     column = 4 + max(map(len, found))
     lines = ["usage: python -m torchtrain.COMMAND [--help]", ""]

@@ -5,7 +5,6 @@ before the time limit. This command exits with the exit code of the rank that fa
 leaves SIGUSR1 to the ranks, and ignores SIGHUP under nohup.
 """
 
-import difflib
 import errno
 import logging
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torchtrain.cli import command, run_and_exit
+from torchtrain.config.parse import closest
 from torchtrain.errors import ConfigError, HangError, StorageError
 from torchtrain.logging import logger, ranges
 
@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
     parser.error = reject_options  # type: ignore[method-assign]  # argparse would print the usage of all options
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
-        near = difflib.get_close_matches(unknown[0], re.findall(r"--[a-z-]+", parser.format_usage()), n=1)
-        reject_options(f"{unknown[0]} is not a known option{f'; did you mean {near[0]!r}?' if near else ''}")
+        near = closest(unknown[0], re.findall(r"--[a-z-]+", parser.format_usage()))
+        reject_options(f"{unknown[0]} is not a known option{f'; did you mean {near!r}?' if near else ''}")
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it nevertheless
         signals = [name.strip() for name in arguments.signals_to_handle.split(",")]
         arguments.signals_to_handle = ",".join(name for name in signals if name != "SIGHUP")
