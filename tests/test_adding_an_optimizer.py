@@ -132,3 +132,14 @@ def test_schedule_may_have_no_warmup() -> None:
 def test_unknown_schedule_is_rejected_with_a_hint() -> None:
     with pytest.raises(ConfigError, match=r"lr_scheduler.decay_type = 'cosin' must be one of .*did you mean 'cosine'"):
         LRSchedulerConfig(decay_type="cosin")
+
+
+@pytest.mark.usefixtures("modules")
+def test_options_of_a_schedule_are_read_and_checked() -> None:
+    config = LRSchedulerConfig(decay_type="inverse_sqrt", warmup_steps=0, options={"timescale": 25})
+    schedule = LRSchedule(config, 0.5, 100)
+    assert [schedule.rate(step) for step in (1, 25, 100)] == [0.5, 0.5, 0.25]
+    with pytest.raises(ConfigError, match=r"lr_scheduler.options.timscale is not a known key; did you mean"):
+        LRSchedule(LRSchedulerConfig(decay_type="inverse_sqrt", options={"timscale": 25}), 0.5, 100)
+    with pytest.raises(ConfigError, match=r"lr_scheduler.options.timescale is not a known key"):
+        LRSchedule(LRSchedulerConfig(decay_type="cosine", options={"timescale": 25}), 0.5, 100)

@@ -1,7 +1,9 @@
 """The code of docs/adding-a-data-source.md and docs/adding-a-metrics-writer.md, as a user's modules."""
 
 import importlib
+import io
 import json
+import lzma
 import re
 import sqlite3
 import sys
@@ -18,6 +20,8 @@ from forked_run import CONFIG, ForkedRun, different_tensors, finish, saved_tenso
 from torchtrain.config.parse import from_toml
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
+from torchtrain.datasets.file_formats import documents, is_splittable, position_of
+from torchtrain.datasets.find_files import find_files
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import ConfigError, DataError
@@ -29,9 +33,9 @@ def code_blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
 
 
-def save_module(page: str, folder: Path) -> str:
-    """Write the module of ``page`` to ``folder``; returns its name."""
-    (code,) = code_blocks(page, "python")
+def save_module(page: str, folder: Path, number: int = 0) -> str:
+    """Write the module ``number`` of ``page`` to ``folder``; returns its name."""
+    code = code_blocks(page, "python")[number]
     name = re.match(r"# (\w+)\.py\n", code)
     assert name is not None
     (folder / f"{name[1]}.py").write_text(code)
@@ -192,3 +196,25 @@ def test_wrong_writers_are_rejected() -> None:
     METRICS_WRITERS.add("mine", "module:Mine")
     with pytest.raises(ConfigError, match=r"metrics.options.absent must be a table .* metrics.writers = \['mine'\]"):
         MetricsConfig(writers=("mine",), options={"absent": {}})
+
+
+def test_files_of_a_format_from_outside_are_found_decompressed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = save_module("adding-a-data-source.md", tmp_path, number=1)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    importlib.import_module(module)
+    films = tmp_path / "films"
+    films.mkdir()
+    subtitles = b"1\n00:00:01,000 --> 00:00:02,500\nA line.\n\n2\n00:00:03,000 --> 00:00:04,000\nAnother one.\n"
+    (films / "a.srt").write_bytes(subtitles)
+    (films / "b.srt.xz").write_bytes(lzma.compress(subtitles.replace(b"line", b"word")))
+    (films / "poster.png").write_bytes(b"no text")
+    files = find_files(str(films), "data.path", "")
+    assert [file.name for file in files] == ["a.srt", "b.srt.xz"]
+    assert SourceConfig(path=str(films / "b.srt.xz")).title == "b"
+    found = [text for file in files for text in documents(io.BytesIO(file.read_bytes()), file.name, "text")]
+    assert found == ["A line.\n\nAnother one.\n", "A word.\n\nAnother one.\n"]
+    assert position_of("a.srt", 0, 1) == ""
+    assert not is_splittable("a.srt", 1 << 30)

@@ -216,6 +216,7 @@ def test_core_imports_no_plugin_and_plugins_declare_what_they_import() -> None:
 
 
 MODULE = """
+import codecs
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -225,17 +226,18 @@ from torchtrain.config import registry
 from torchtrain.config.run_plan import RunPlan
 from torchtrain.config.schema import Count, Section, section_of
 from torchtrain.config.urls import URLReader
-from torchtrain.checkpoint.other_formats import Exporter, WeightFormat
+from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_identity import Identity
+from torchtrain.datasets.file_formats import FileFormat
 from torchtrain.datasets.text_input import TextDocuments
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import local
-from torchtrain.metrics.validation import ValidationPartFactory
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.metrics.writers import MetricsWriter
 from torchtrain.models.llama.families import LLAMA3
 from torchtrain.optimizers.base import ShardedOptimizer
+from torchtrain.optimizers.lr_schedule import Decay
 from torchtrain.parallelisms.linear_conversion import LinearConversion
 
 @registry.CONFIG_SECTIONS.register("example")
@@ -254,9 +256,13 @@ class Sign(ShardedOptimizer):
     def update(self, weight, gradient, state, group):
         return weight - group["lr"] * gradient.sign(), {"count": state["count"] + 1}
 
-@registry.LR_SCHEDULES.register("halves")
-def halves(step, phases):
-    return 0.5 ** step
+@registry.LR_SCHEDULES.register("powers")
+class Powers(Decay):
+    @dataclass(frozen=True)
+    class Options:
+        base: float = 0.1
+    def factor(self, step):
+        return self.options.base ** step
 
 @registry.DATA_SOURCES.register("same_files")
 class SameFiles(Files):
@@ -278,22 +284,28 @@ class Lines(MetricsWriter):
     def close(self):
         self.file.close()
 
-class Counter(StepHook):
-    def __init__(self, file):
-        self.file = file
+@registry.HOOKS.register("counter")
+class Counter(Hook):
+    shown_metrics = {"example/steps": "{:.0f} steps"}
+    def __init__(self, trainer):
+        self.trainer, self.steps = trainer, 0
+        self.answer = float(section_of(trainer.config, ExampleConfig).answer)
+        self.file = Path(trainer.config.job.dump_folder, "steps.txt")
+    def begin_interval(self):
+        self.steps = 0
     def after_step(self, step, batch, loss, grad_norm):
+        self.steps += 1
         self.file.write_text(str(step))
-
-@registry.STEP_HOOKS.register("counter")
-def counter(trainer):
-    return Counter(Path(trainer.config.job.dump_folder, "steps.txt"))
-
-@registry.VALIDATION_PARTS.register("answer")
-class Answer(ValidationPartFactory):
-    @staticmethod
-    def build(context):
-        answer = float(section_of(context.config, ExampleConfig).answer)
-        return lambda step, prefix, watched: {f"{prefix}_answer": answer}
+    def metrics(self):
+        return {"example/steps": self.steps}
+    def validate(self, step, prefix, watched):
+        return {f"{prefix}_answer": self.answer}
+    def misses_export(self, step):
+        return True
+    def export(self, step):
+        states = self.trainer.checkpointer.states["model"].state_dict()
+        weights = {name: local(tensor).clone() for name, tensor in states.items()}
+        torch.save((self.trainer.model_config, weights), self.file.with_name("weights.pt"))
 
 @registry.GRADIENT_REDUCERS.register("as_fsdp")
 class AsFSDP(GradientReducer):
@@ -310,6 +322,17 @@ class Boxed(TextDocuments):
     def identify(self):
         return Identity(repr(self.lines))
 
+class Shouted(FileFormat):
+    def read(self, content, column, on_malformed):
+        text = b"".join(content.blocks()).decode()
+        return iter([text.upper()])
+
+registry.FILE_FORMATS.add("shout", Shouted())
+
+@registry.COMPRESSIONS.register("rot13")
+def rot13(raw):
+    yield codecs.decode(raw.read().decode(), "rot13").encode()
+
 class Counting(LinearConversion):
     changes = 0
     def check(self, config, degrees, model, tokens, capability):
@@ -324,14 +347,7 @@ class Counting(LinearConversion):
 def counting(config):
     return Counting() if section_of(config, ExampleConfig).answer == 42 else None
 
-class Plain(Exporter, WeightFormat):
-    def check(self, config, model):
-        pass
-    def is_missing(self, config, step, group):
-        return True
-    def export(self, config, step, checkpoint, model):
-        weights = {name: local(tensor).clone() for name, tensor in checkpoint.states["model"].state_dict().items()}
-        torch.save((model, weights), Path(config.job.dump_folder, "weights.pt"))
+class Plain(WeightFormat):
     def recognizes(self, path):
         return (path / "weights.pt").exists()
     def files_of(self, names):
@@ -351,10 +367,6 @@ class Here(URLReader):
         return Path(url.removeprefix("here://"))
 
 registry.URL_READERS.add("here", Here())
-
-@registry.EXPORTERS.register("plain")
-def plain(config):
-    return Plain()
 
 @registry.RUN_PLANS.register("halves")
 class Halves(RunPlan):
@@ -407,15 +419,15 @@ for number, options in enumerate(json.loads(sys.argv[1])):
 
 
 def test_installed_package_adds_components(tmp_path: Path) -> None:
-    site, text = tmp_path / "site", tmp_path / "text.txt"
+    site, text = tmp_path / "site", tmp_path / "text.shout.rot13"
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(site)]
     subprocess.run([*pip, str(make_wheel(tmp_path))], check=True)
-    text.write_text("Some text to validate with. " * 40, encoding="utf-8")
+    text.write_text("Fbzr grkg gb inyvqngr jvgu. " * 40, encoding="utf-8")
     (tmp_path / "boxed").mkdir()
-    shutil.copy(text, tmp_path / "boxed/box.txt")
+    (tmp_path / "boxed/box.txt").write_text("Some text to validate with. " * 40, encoding="utf-8")
     config = tmp_path / "config.toml"
-    text_of_config = CONFIG.replace('decay_type = "constant"', 'decay_type = "halves"')
-    config.write_text(f"{text_of_config}[example]\nanswer = 41\n", encoding="utf-8")
+    text_of_config = CONFIG.replace('decay_type = "constant"', 'decay_type = "powers"')
+    config.write_text(f"{text_of_config}[lr_scheduler.options]\nbase = 0.5\n[example]\nanswer = 41\n", encoding="utf-8")
     options = ["--example.answer=42", f"--job.config_file={config}", f"--job.dump_folder={tmp_path / 'run'}", *SMALL]
     options += ["--optimizer.name=sign", f"--checkpoint.folder=mine://{tmp_path / 'saved'}", "--metrics.writers=lines"]
     options += [f"--data.path={text}", "--data.type=same_files"]
@@ -432,6 +444,9 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["lr"] for line in lines if "lr" in line][2:] == [0.01 * 0.5**3, 0.01 * 0.5**4]
     assert [line["validation_answer"] for line in lines if "validation_answer" in line] == [42.0]
+    # The number of a hook is on the line of the loss, in the log, too.
+    assert [line["example/steps"] for line in lines if "loss" in line] == [1, 1, 1, 1]
+    assert "1 steps" in result.stderr
     assert (tmp_path / "run" / "steps.txt").read_text() == "4"
     assert "4 " in (tmp_path / "run" / "lines.txt").read_text()
     assert sorted(path.name for path in (tmp_path / "saved").glob("step-*")) == ["step-2", "step-4"]

@@ -330,7 +330,7 @@ def test_nested_files_of_a_tokenizer_are_errors_that_name_them(tmp_path: Path) -
 # These parse what the same process has made, or lines of the user's text, each of which may be malformed.
 OWN_JSON = {
     "checkpoint/resume.py": 1,
-    "datasets/file_formats.py": 2,
+    "datasets/builtin_formats.py": 2,
     "files.py": 1,
     "metrics/writers.py": 1,
     "torch_internals.py": 1,

@@ -65,7 +65,7 @@ def test_implied_arrows_are_omitted() -> None:
 
 # Where the core knows a plugin by a word of it: documentation of options that select it, and names of files.
 KNOWN_PLUGINS = {
-    "muon": {"config/schema.py", "metrics/run_description.py"},
+    "muon": {"config/schema.py"},
     "float8": {
         "distributed/mesh.py",
         "parallelisms/async_tensor_parallel.py",

@@ -19,10 +19,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtrain.config.schema import JobConfig, MetricsConfig, ProfilingConfig
 from torchtrain.devices import peak_flops
 from torchtrain.metrics.history import Run, validation_losses
+from torchtrain.metrics.hooks import Hook, Hooks, RunResults
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
 from torchtrain.metrics.run_description import RunDescription
-from torchtrain.metrics.step_hook import RunResults, StepHook, StepHooks
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.loss import TokenLoss
 
@@ -309,15 +309,15 @@ def test_peak_memory_is_in_gib() -> None:
 
 
 def test_hook_that_fails_at_the_end_does_not_take_the_results_of_others() -> None:
-    class Fails(StepHook):
+    class Fails(Hook):
         def results(self, results: RunResults) -> list[tuple[str, str]]:
             raise ValueError(results.rows)
 
-    class Works(StepHook):
+    class Works(Hook):
         def results(self, results: RunResults) -> list[tuple[str, str]]:
             return [("mine", str(results.rows))]
 
     results = RunResults(JobConfig(), Run("run", [], [], [], []), RunDescription("", [], {}), [], [])
     with captured_log() as log:
-        assert StepHooks(Fails(), Works()).results(results) == [("mine", "[]")]
+        assert Hooks(Fails(), Works()).results(results) == [("mine", "[]")]
     assert "the results of Fails" in "".join(log)

@@ -261,7 +261,8 @@ def test_sources_have_their_weight_size_and_epochs() -> None:
     ],
 )
 def test_schedule_is_described(options: dict[str, object], text: str) -> None:
-    assert _schedule(JobConfig(lr_scheduler=LRSchedulerConfig(**options))) == text  # type: ignore[arg-type]
+    schedule = LRSchedulerConfig(**options)  # type: ignore[arg-type]
+    assert _schedule(schedule, JobConfig().optimizer.lr, JobConfig().training.steps) == text
 
 
 def test_one_has_no_plural() -> None:

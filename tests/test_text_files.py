@@ -6,6 +6,7 @@ import gzip
 import io
 import itertools
 import json
+import lzma
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take
 
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, SourceConfig
-from torchtrain.datasets import file_formats, text_input
+from torchtrain.datasets import builtin_formats, file_formats, text_input
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_source import SkippedText, SourceContext, TextInput
 from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
@@ -214,9 +215,14 @@ FILES: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("compression", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("compression", ["", ".gz", ".zst", ".xz"])
 def test_every_format_has_the_same_documents(tmp_path: Path, compression: str) -> None:
-    compress: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}
+    compress: dict[str, Callable[[bytes], bytes]] = {
+        "": bytes,
+        ".gz": gzip.compress,
+        ".zst": zstandard.compress,
+        ".xz": lzma.compress,
+    }
     for name, content in FILES.items():
         (tmp_path / (name + compression)).write_bytes(compress[compression](content.encode()))
         assert texts(tmp_path / (name + compression)) == DOCUMENTS, name
@@ -555,7 +561,7 @@ def test_each_line_is_in_exactly_one_range() -> None:
     lines = [(0, '{"text": "one"}'), (16, ""), (17, '{"text": "two"}'), (33, '{"text": "three"}')]
     for cut in range(1, len(content)):
         ranges = ((0, cut), (cut, len(content)))
-        found = [list(file_formats._lines_in_range(io.BytesIO(content), *one)) for one in ranges]
+        found = [list(builtin_formats._lines_in_range(io.BytesIO(content), *one)) for one in ranges]
         assert found[0] + found[1] == lines
         assert [offset for offset, _ in found[0] if not (offset < cut)] == []
 

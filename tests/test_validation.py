@@ -40,6 +40,7 @@ from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.metrics.hooks import Hook, Hooks, Watched
 from torchtrain.metrics.run_description import warn_about_validation
 from torchtrain.metrics.validation import Validator, results_of
 from torchtrain.trainer import Trainer
@@ -321,10 +322,10 @@ def raises_data_error(config: JobConfig) -> bool:
 def test_data_that_are_named_in_vain_are_a_warning() -> None:
     named = JobConfig(validation=ValidationConfig(path="texts.jsonl"))
     with captured_log() as log:
-        warn_about_validation(JobConfig())
-        warn_about_validation(replace(named, validation=replace(named.validation, enable=True)))
+        warn_about_validation(JobConfig().validation)
+        warn_about_validation(replace(named.validation, enable=True))
         assert log == []
-        warn_about_validation(named)
+        warn_about_validation(named.validation)
     assert "[validation] names data, and validation.enable is false" in "".join(log)
 
 
@@ -366,14 +367,22 @@ def options_of_little_data(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("found", "message"),
     [
-        ({"validation_x": torch.tensor(1.5)}, "'mist' returned a Tensor as validation_x: give a number"),
-        ({"validation_samples": "text"}, "'mist' returned a str as validation_samples"),
-        ({"validation_loss": 1.0}, "'mist' returned validation_loss: begin names with validation_, each its own"),
-        ({"mine": 1.0}, "'mist' returned mine: begin names with validation_"),
+        ({"validation_x": torch.tensor(1.5)}, "Mist.validate returned a Tensor as validation_x: give a number"),
+        ({"validation_samples": "text"}, "Mist.validate returned a str as validation_samples"),
+        (
+            {"validation_loss": 1.0},
+            "Mist.validate returned validation_loss: begin names with validation_, each its own",
+        ),
+        ({"mine": 1.0}, "Mist.validate returned mine: begin names with validation_"),
     ],
 )
-def test_wrong_results_of_a_part_are_rejected(found: dict[str, Any], message: str) -> None:
+def test_wrong_results_of_a_hook_are_rejected(found: dict[str, Any], message: str) -> None:
     """Otherwise the line of the validation is lost, or the loss in it is another number."""
+
+    class Mist(Hook):
+        def validate(self, step: int, prefix: str, watched: Watched) -> dict[str, Any]:  # noqa: ARG002
+            return found
+
     validator = Validator(
         ValidationConfig(),
         {},
@@ -382,7 +391,7 @@ def test_wrong_results_of_a_part_are_rejected(found: dict[str, Any], message: st
         MagicMock(),
         must_stop=lambda: False,
         watch=lambda _: nullcontext(),
-        parts={"mist": lambda *_: found},
+        hooks=Hooks(Mist()),
     )
     with (
         patch.object(Validator, "_sums", lambda *_: torch.ones(3)),

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
             "torchtrain.check 8 --job.config_file ..."
         )
     logger.info("checking %s on %s ranks: importing PyTorch", config.job.config_file or "the options", first)
-    from torchtrain.trainer import check_run
+    from torchtrain.resolve import check_run
 
     check_run(config, int(first))
     logger.info("no errors found: nothing has been trained or stored")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torchtrain import __version__
 from torchtrain.cli import command, reports_errors, run_and_exit
 from torchtrain.config.parse import parse
-from torchtrain.config.registry import TRAINERS
+from torchtrain.config.registry import import_entry
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.environment import limit_error
@@ -58,8 +58,9 @@ def train(config: JobConfig) -> int:
     # Imported here because --help and a rejected config do not need torch, which takes seconds to import.
     from torchtrain.trainer import Trainer
 
-    kinds = (TRAINERS[name](config) for name in TRAINERS)
-    return plan_of(config).train(next((kind for kind in kinds if kind is not None), Trainer))
+    names = (section.trainer for section in config.plugins.values())
+    name = next(filter(None, names), "")
+    return plan_of(config).train(import_entry(name) if name else Trainer)
 
 
 if __name__ == "__main__":

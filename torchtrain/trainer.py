@@ -8,8 +8,8 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,34 +18,28 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.outputs import OutputCopies
 from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes, is_same_run
 from torchtrain.checkpoint.saved_run import SavedRun
-from torchtrain.checkpoint.states import LoaderState, ModelState, parameter_shapes
+from torchtrain.checkpoint.states import LoaderState, ModelState
 from torchtrain.checkpoint.storage import StoredCheckpoint, checkpoint_storage
 from torchtrain.checkpoint.weights import (
     check_same_architecture,
     find_weights,
     load_weights,
-    resolve_model_section,
     saved_config,
-    with_longest_context,
 )
-from torchtrain.config.parse import by_folder, to_toml, train_configs
-from torchtrain.config.registry import EXPORTERS, STEP_HOOKS
+from torchtrain.config.parse import to_toml
+from torchtrain.config.registry import HOOKS
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import DataConfig, JobConfig, ModelConfig, SourceConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
-from torchtrain.datasets.build import build_dataloader, check_data, document_start
-from torchtrain.datasets.builtin_sources import pinned
-from torchtrain.datasets.data_source import DataSource, TextInput
-from torchtrain.datasets.dataloader import Batch, DataLoader
-from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
-from torchtrain.devices import memory_of, peak_flops
+from torchtrain.datasets.build import build_loaders, document_start
+from torchtrain.datasets.dataloader import Batch
+from torchtrain.devices import peak_flops
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks, on_all_ranks, on_rank0
-from torchtrain.distributed.mesh import Mesh, ParallelDims
+from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import (
     Rendezvous,
     all_reduce,
@@ -59,28 +53,22 @@ from torchtrain.distributed.process_group import (
     world_size,
 )
 from torchtrain.distributed.replicas import Replicas
-from torchtrain.errors import ConfigError, FaultError, StoppedError, TorchtrainError
+from torchtrain.errors import FaultError, StoppedError, TorchtrainError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog, enable_flight_recorder
-from torchtrain.files import atomic_write, is_url, require_folder
+from torchtrain.files import atomic_write, require_folder
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import validation_losses
+from torchtrain.metrics.hooks import Hook, Hooks
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.results import log_results, run_results
 from torchtrain.metrics.run_description import describe_run, warn_about_checkpoints, warn_about_validation
-from torchtrain.metrics.step_hook import StepHooks
-from torchtrain.metrics.validation import (
-    ValidationContext,
-    Validator,
-    build_validation_parts,
-    check_validation_parts,
-    read_microbatches,
-)
-from torchtrain.metrics.writers import check_writers, has_validation, last_start, rename_files_of_other_run
+from torchtrain.metrics.validation import Validator
+from torchtrain.metrics.writers import has_validation, last_start, rename_files_of_other_run
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.loss import TokenLoss, exact_nats
 from torchtrain.models.model_config import (
@@ -92,17 +80,20 @@ from torchtrain.models.spec import Decoder, DecoderConfig, flops_per_token
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.ema import EMA
-from torchtrain.optimizers.groups import build_optimizer, check_optimizer
+from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
-from torchtrain.parallelisms.attention_backend import check_attention_backend, choose_attention_backend
-from torchtrain.parallelisms.check import check_layout, check_memory
+from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
-from torchtrain.parallelisms.resolve import resolve_layout
-
-ASSUMED_CAPABILITY = (9, 0)
-"""Compute capability of a GPU for which all options are valid, where a run is checked without one."""
+from torchtrain.resolve import (
+    ResolvedRun,
+    check_config,
+    require_choice,
+    require_possible_folder,
+    resolve,
+    with_pinned_data,
+)
 
 
 class Trainer:
@@ -129,38 +120,32 @@ class Trainer:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
         self.stop = StopRequest(config.faults) if stop is None else stop
         self.device = pick_device(config.job.device)
-
-        # Resolve and check the config before process-group initialization, so that a mistake in it is reported
-        # within seconds, on any number of ranks.
-        self.saved = SavedRun(config)
-        resolved, self.tokenizer, self.model_config, self.parallel_dims = resolve(config, world_size(), self.saved)
-        check_config(resolved, self.device, self.parallel_dims, self.model_config, self.tokenizer, self.saved)
-        self.init_process_groups(resolved, rendezvous)
-
-        # From here on the config includes what may change in the course of a run, such as a revision of the data.
-        self.config = on_rank0(partial(with_pinned_data, resolved, self.saved), self.gloo_group)
-        self.config_toml = to_toml(self.config)
-        self.plan = plan_of(self.config)
-        self.folder = Path(self.config.job.dump_folder)
-        self.run_folder = self.find_run_folder()
-        # Before the data, because text may take hours to tokenize.
-        require_choice(config)
-        on_rank0(partial(require_possible_folder, config.job.dump_folder, "job.dump_folder"), self.gloo_group)
-        self.open_storage()
-        self.dataloader, self.validation_loaders = build_loaders(
-            self.config, self.tokenizer, self.parallel_dims, self.device, self.gloo_group
-        )
+        run = self.resolve(config)
+        self.init_process_groups(run.config, rendezvous)
+        self.set_config(run)
+        self.open_outputs()  # before the data, because text may take hours to tokenize
+        self.build_loaders()
         self.create_dump_folder()
 
+        self.hooks = Hooks()
         self.build_model()
         resume_point = self.find_resume_point(held)
         self.init_or_load_weights(resume_point.step)
         self.build_optimizer()  # after to_empty, which replaces parameters
         self.build_checkpointer(resume_point)
         self.step = self.start_step = self.load_checkpoint()
-        # Until here the process groups of the mesh have torch's default timeouts: 10 minutes for NCCL, 30 for gloo.
-        set_timeout(config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
+        self.set_timeouts(resume_point)
         self.build_step()
+
+    def resolve(self, config: JobConfig) -> ResolvedRun:
+        """Resolve and check the config before process-group initialization, so that a mistake in it is reported within
+        seconds, on any number of ranks."""
+        self.saved = SavedRun(config)
+        run = resolve(config, world_size(), self.saved)
+        check_config(run, self.device, self.saved)
+        require_choice(config)
+        self.tokenizer, self.model_config, self.parallel_dims = run.tokenizer, run.model_config, run.parallel_dims
+        return run
 
     def init_process_groups(self, config: JobConfig, rendezvous: Rendezvous | None) -> None:
         """Build the ``mesh``, whose dimensions are those along which ranks communicate, and a ``gloo_group`` of all."""
@@ -174,13 +159,38 @@ class Trainer:
         self.mesh = Mesh(self.device, self.parallel_dims, self.build_replicas(config))
         self.gloo_group = gloo_group(self.device, config.comm.init_timeout_seconds)
 
-    def open_storage(self) -> None:
-        """Open the ``storage`` of the checkpoints. Raise an error if it cannot be written; nothing is left there."""
+    def set_config(self, run: ResolvedRun) -> None:
+        """Set ``config``, which from here on includes what may change in the course of a run, such as a revision of the
+        data, and what follows from it."""
+        self.config = on_rank0(partial(with_pinned_data, run.config, self.saved), self.gloo_group)
+        self.config_toml = to_toml(self.config)
+        self.plan = plan_of(self.config)
+        self.folder = Path(self.config.job.dump_folder)
+        self.run_folder = self.find_run_folder()
+
+    def open_outputs(self) -> None:
+        """Open the ``storage`` of the checkpoints. Raise an error if it, or the dump folder, cannot be written; nothing
+        is left there."""
+        folder = self.config.job.dump_folder
+        on_rank0(partial(require_possible_folder, folder, "job.dump_folder"), self.gloo_group)
         self.storage = checkpoint_storage(self.config)
         if self.config.checkpoint.enable:
             # Nodes may have different credentials.
             is_first_of_node = env_int("LOCAL_RANK", 0) == 0
             on_all_ranks(lambda: self.storage.check_access() if is_first_of_node else None, self.gloo_group)
+
+    def build_loaders(self) -> None:
+        """Open the data, and build the ``dataloader`` and the ``validation_loaders`` by label, for this rank's rows."""
+        dims = self.parallel_dims
+        count = self.config.training.global_batch_size // dims.batch
+        first = dims.batch_rank(rank()) * count
+        self.dataloader, self.validation_loaders = build_loaders(
+            self.config,
+            self.tokenizer,
+            range(first, first + count),
+            self.device,
+            self.gloo_group if world_size() > 1 else None,
+        )
 
     def create_dump_folder(self) -> None:
         """Create the dump folder, or raise an error if it cannot be written."""
@@ -232,7 +242,7 @@ class Trainer:
     def build_checkpointer(self, resume_point: ResumePoint) -> None:
         """Build the ``checkpointer``, which saves and loads all state that the next step depends on."""
         self.output_copies = OutputCopies(
-            self.storage, self.run_folder, lambda: self.train_step.hooks.kept_files, self.write_kept_files
+            self.storage, self.run_folder, lambda: self.hooks.kept_files, self.write_kept_files
         )
         self.checkpointer = CheckpointManager(
             self.config.checkpoint,
@@ -255,6 +265,11 @@ class Trainer:
     def resumes_from(self) -> str:
         """What has the state from which training continues, for messages."""
         return self.checkpointer.loaded
+
+    def set_timeouts(self, resume_point: ResumePoint) -> None:
+        """Set those of the process groups of the mesh, which have torch's default ones: 10 minutes for NCCL, 30 for
+        gloo."""
+        set_timeout(self.config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
     def build_step(self) -> None:
         """Build ``train_step`` and what accompanies it: metrics, watchdog, guard, validation, profiling, hooks."""
@@ -304,13 +319,13 @@ class Trainer:
             max_norm=config.training.max_norm,
             wait_for_copies=self.checkpointer.wait_for_copies,
             ema=self.ema,
+            hooks=self.hooks,
         )
         self.validator = self.build_validator(microbatches)
         self.profiler = Profiler(
             config.profiling, self.folder / "traces", rank(), device, self.start_step, self.metrics.untimed
         )
-        built = (STEP_HOOKS[name](self) for name in STEP_HOOKS)
-        self.train_step.hooks.all += [hook for hook in built if hook is not None]
+        self.hooks.add([HOOKS[name](self) for name in HOOKS])
 
     def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
         """What connects this job with other replicas: here nothing."""
@@ -341,19 +356,15 @@ class Trainer:
             options=hash_of_changes(self.config_toml),
             data=self.checkpointer.start.data,
             description=self.description.record,
+            hooks=self.hooks,
         )
 
     def build_validator(self, microbatches: Microbatches) -> Validator | None:
-        """The validator, with what plugins compute at each validation; None if there are no held-out data."""
-        config = self.config
-        if not config.validates:
+        """The validator; None if there are no held-out data."""
+        if not self.config.validates:
             return None
-        held_out = {
-            label: partial(read_microbatches, loader, loader.state_dict(), config.validation.steps, microbatches)
-            for label, loader in self.validation_loaders.items()
-        }
         return Validator(
-            config.validation,
+            self.config.validation,
             self.validation_loaders,
             self.model,
             microbatches,
@@ -361,9 +372,7 @@ class Trainer:
             averaged=self.averaged_weights,
             must_stop=partial(self.stop.agree, self.gloo_group),
             watch=self.watchdog.watch,
-            parts=build_validation_parts(
-                ValidationContext(config, self.tokenizer, self.model, self.gloo_group, held_out)
-            ),
+            hooks=self.hooks,
         )
 
     def states(self) -> dict[str, Stateful]:
@@ -416,19 +425,38 @@ class Trainer:
         end of a part of the run is the end of the run only for the last part, or if the data have ended.
         """
         self.prepare_dump_folder()
+        self.log_beginning()
+        missed_validation, stopped = self.misses_validation(), False
+        if self.has_work(missed_validation):
+            with self.running():
+                if missed_validation:
+                    self.run_validation(last=self.step == self.config.training.steps)
+                self.run_steps()
+                self.hooks.after_last_step()
+            stopped = self.was_stopped()
+            if not stopped:
+                self.export()
+            if stopped or not self.is_between_parts:
+                self.log_end(stopped)
+        else:
+            self.log_completion()
+        destroy_process_group()
+        return StoppedError().exit_code if stopped else 0
+
+    def log_beginning(self) -> None:
+        """Log what the run is."""
         self.description.log()
-        warn_about_validation(self.config)
+        warn_about_validation(self.config.validation)
         warn_about_checkpoints(self.config, self.model_config, self.start_step)
+
+    def has_work(self, missed_validation: bool) -> bool:
+        """Whether steps are left, or the last step of the run lacks its validation or an export."""
         steps = self.config.training.steps
-        missed_validation = self.misses_validation()
-        if self.step >= steps and not (self.step == steps and (missed_validation or self.missing_exports())):
-            if self.is_between_parts:
-                logger.info("%s %r is complete: step %d", self.plan.part_name, self.config.job.stage, self.step)
-            else:
-                way = self.plan.way_to_continue
-                logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
-            destroy_process_group()
-            return 0
+        return self.step < steps or (self.step == steps and (missed_validation or bool(self.missing_exports())))
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Context manager of the training loop: all that has threads, files or handlers of signals is closed after."""
         gc.disable()  # run_steps collects garbage at the same step on all ranks, so that no rank waits for another's
         try:
             with (
@@ -440,23 +468,31 @@ class Trainer:
                 self.watchdog,
                 self.checkpointer,
             ):
-                if missed_validation:
-                    self.run_validation(last=self.step == steps)
-                self.run_steps()
-                self.train_step.hooks.after_last_step()
+                yield
         finally:
             gc.enable()
-        stopped = self.stop.agreed and (self.step < steps or self.misses_validation())
+
+    def was_stopped(self) -> bool:
+        """Whether the run was asked to stop, and is not complete."""
+        stopped = self.stop.agreed and (self.step < self.config.training.steps or self.misses_validation())
         if self.is_between_parts:
             stopped = stopped or self.stop.agree(self.gloo_group)
-        if not stopped and (missing := self.missing_exports()):
+        return stopped
+
+    def export(self) -> None:
+        """Let the hooks export the weights of the last step."""
+        if missing := self.missing_exports():
             with self.stop.during_export(saved=self.config.checkpoint.enable):
-                for exporter in missing:
-                    exporter.export(self.config_of_run(), self.step, self.checkpointer, self.model_config)
-        if stopped or not self.is_between_parts:
-            self.log_end(stopped)
-        destroy_process_group()
-        return StoppedError().exit_code if stopped else 0
+                for hook in missing:
+                    hook.export(self.step)
+
+    def log_completion(self) -> None:
+        """Log that nothing is left of the run, or of its part."""
+        if self.is_between_parts:
+            logger.info("%s %r is complete: step %d", self.plan.part_name, self.config.job.stage, self.step)
+        else:
+            steps, way = self.config.training.steps, self.plan.way_to_continue
+            logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
 
     def log_end(self, stopped: bool) -> None:
         """Log how the run ended and where its outputs are."""
@@ -470,9 +506,7 @@ class Trainer:
             ending = "the data ended (data.when_exhausted = 'stop')"
         logger.info("%s: step %d of %d; outputs are in %s", ending, self.step, steps, self.run_folder)
         if rank() == 0:
-            log_results(
-                self.config_of_run(), self.description, self.step, self.train_step.hooks, is_complete=not stopped
-            )
+            log_results(self.config_of_run(), self.description, self.step, self.hooks, is_complete=not stopped)
             if checkpoint.enable and not stopped:  # a run that is stopped has little time left
                 self.output_copies.store()
 
@@ -494,7 +528,7 @@ class Trainer:
         with suppress(TorchtrainError):  # no step has been logged yet
             config = self.config_of_run()
             results = run_results(config, self.description, step, is_complete=False, warn=logger.debug)
-            self.train_step.hooks.write_kept_files(results)
+            self.hooks.write_kept_files(results)
 
     def run_steps(self) -> None:
         """The training loop: train steps with metrics, checkpoints, validation and rollbacks."""
@@ -572,12 +606,9 @@ class Trainer:
         """Whether the current step is the last of a part of the run that another one follows."""
         return not self.plan.is_last and self.step >= self.config.training.steps
 
-    def missing_exports(self) -> list[Exporter]:
-        """The exporters that have not exported the weights of the current step, the last one."""
-        if self.is_between_parts:
-            return []
-        config = self.config_of_run()
-        return [of for of in exporters(config) if of.is_missing(config, self.step, self.gloo_group)]
+    def missing_exports(self) -> list[Hook]:
+        """The hooks that have not exported the weights of the current step, the last one."""
+        return [] if self.is_between_parts else self.hooks.missing_exports(self.step)
 
     def config_of_run(self) -> JobConfig:
         """The config, with the folder of the run."""
@@ -628,7 +659,7 @@ class TrainStep:
     wait_for_copies: Callable[[], None]
     """Called immediately before the optimizer step."""
     ema: EMA | None = None
-    hooks: StepHooks = field(default_factory=StepHooks)
+    hooks: Hooks = field(default_factory=Hooks)
 
     def __call__(self, step: int, batch: Batch) -> tuple[TokenLoss, Tensor]:
         """Run the step with number ``step``, counted from 1.
@@ -697,123 +728,6 @@ class TrainStep:
         return self.model.pipeline.tied_replicas
 
 
-def resolve(config: JobConfig, ranks: int, saved: SavedRun) -> tuple[JobConfig, Tokenizer, DecoderConfig, ParallelDims]:
-    """Resolve ``config`` for a number of ranks; also returns its tokenizer, model config and parallel dimensions."""
-    if config.model.hf_folder:
-        config = replace(config, model=resolve_model_section(config.model))
-    if config.checkpoint.initial_load_path or saved.exists:
-        config = with_longest_context(config, saved)
-    tokenizer = load_tokenizer(config.model.tokenizer_path)
-    model_config = build_model_config(config.model, tokenizer, config.training.seq_len, config.mup)
-    config, dims = resolve_layout(config, model_config, ranks)
-    return config, tokenizer, model_config, dims
-
-
-def check_config(
-    config: JobConfig,
-    device: torch.device,
-    dims: ParallelDims,
-    model: DecoderConfig,
-    tokenizer: Tokenizer,
-    saved: SavedRun,
-) -> None:
-    """Raise ConfigError if the device or layout does not support ``config``, or a package or file is missing."""
-    check_attention_backend(config.training.attention_backend, device)
-    check_layout(config, device, dims, model)
-    if not config.training.enable_cpu_offload:
-        check_memory(config, dims, model, *memory_of(device))
-    check_options(config, device, dims, model, tokenizer, saved)
-
-
-def check_options(
-    config: JobConfig,
-    device: torch.device,
-    dims: ParallelDims,
-    model: DecoderConfig,
-    tokenizer: Tokenizer,
-    saved: SavedRun,
-) -> None:
-    """The checks of ``check_config`` that do not ask ``device`` for its properties."""
-    check_writers(config.metrics)
-    document_start(config, tokenizer)
-    initial = config.checkpoint.initial_load_path
-    if initial and not saved.exists:  # a resumed run does not read it
-        find_weights(initial)
-    for section in config.plugins.values():
-        section.check_run(config, device, dims)
-    check_optimizer(config.optimizer, parameter_shapes(model), model)
-    if config.validates:
-        check_validation_parts(config, tokenizer)
-    for exporter in exporters(config):
-        exporter.check(config, model)
-
-
-def check_run(config: JobConfig, ranks: int) -> None:
-    """Check the run with ``config`` on a number of ranks in this one process, and log its description.
-
-    What a ``Trainer`` checks and opens before it builds the model: options, tokenizer, data, and whether the outputs
-    can be written. Without a GPU here, the run is checked for GPUs as if they had all features, unless ``job.device``
-    is "cpu".
-
-    Raises:
-        ConfigError, DataError, CheckpointError, StorageError: as ``Trainer`` does.
-    """
-    saved = SavedRun(config)
-
-    def resolve_one(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
-        resolved, _, model, _ = resolve(own, ranks, saved)
-        return resolved, model
-
-    device = pick_device(config.job.device)
-    is_absent = device.type == "cpu" and config.job.device == "auto"
-    if is_absent:
-        device = torch.device("cuda")
-        logger.info("this machine has no GPU: what depends on the GPU, such as its memory, is not checked")
-    opened: dict[str, DataSource | TextInput] = {}
-    for number, own in enumerate(plan_of(config).resolve(resolve_one)):
-        own, tokenizer, model, dims = resolve(own, ranks, saved)
-        if is_absent:
-            check_layout(own, device, dims, model, capability=ASSUMED_CAPABILITY)
-            check_options(own, device, dims, model, tokenizer, saved)
-        else:
-            check_config(own, device, dims, model, tokenizer, saved)
-        own = with_pinned_data(own, saved)
-        rows = range(own.training.global_batch_size // dims.batch)
-        sources = check_data(own, tokenizer, rows, opened)
-        if number == 0:
-            require_choice(config)
-            require_possible_folder(own.job.dump_folder, "job.dump_folder")
-            if own.checkpoint.enable:
-                saved.storage.check_access()
-                if not is_url(location := own.checkpoint.location(own.job.dump_folder)):
-                    require_possible_folder(location, "checkpoint.folder")
-        newest = max(saved.storage.steps(), default=0)
-        checkpoint = str(saved.storage.open(newest)) if newest else ""
-        describe_run(own, model, device, dims, sources, tokenizer, newest, checkpoint).log()
-
-
-def require_possible_folder(path: str, option: str) -> None:
-    """Raise an error if ``require_folder`` would: it creates no folder, but asks whether one can be created."""
-    folder = Path(path)
-    existing = next((parent for parent in (folder, *folder.parents) if os.path.lexists(parent)), folder)
-    # Below a file, no folder can be created either, and the error says why.
-    require_folder(existing if existing.is_dir() else folder, f"{option} = {path!r}")
-
-
-def exporters(config: JobConfig) -> list[Exporter]:
-    """The exporters that ``config`` asks for."""
-    return [exporter for name in EXPORTERS if (exporter := EXPORTERS[name](config)) is not None]
-
-
-def require_choice(config: JobConfig) -> None:
-    """Raise ConfigError where nothing says what to train: nobody wants a run of the defaults alone."""
-    if not config.job.config_file and config.model == ModelConfig() and config.training == TrainingConfig():
-        raise ConfigError(
-            "nothing says what to train: name a config by --job.config_file, or set options of [model] and [training]; "
-            f"./run_llama_train.sh takes debug_model.toml. There are:\n{by_folder(train_configs())}"
-        )
-
-
 def use_deterministic_kernels() -> None:
     """Make this process use deterministic kernels; call it before the first CUDA call.
 
@@ -824,61 +738,6 @@ def use_deterministic_kernels() -> None:
     # By default torch then fills every new tensor with NaN, to make reads of uninitialized memory deterministic. A
     # train step has no such reads.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-
-
-def with_pinned_data(config: JobConfig, saved: SavedRun) -> JobConfig:
-    """``config`` with all of its data that may change in the course of a run, such as the newest revision of a dataset,
-    as in the checkpoint to resume from. Called on rank 0 only."""
-    data = pinned(config.data, lambda: saved.config.data.all if saved.config else (), "data")
-    validation = config.validation
-    if validation.enable:
-        validation = pinned(validation, lambda: saved.config.validation.all if saved.config else (), "validation")
-    return replace(config, data=data, validation=validation)
-
-
-def build_loaders(
-    config: JobConfig,
-    tokenizer: Tokenizer,
-    dims: ParallelDims,
-    device: torch.device,
-    group: torch.distributed.ProcessGroup | None,
-) -> tuple[DataLoader, dict[str, DataLoader]]:
-    """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's rows. Collective,
-    unless ``group`` is None."""
-    rows_per_part = config.training.global_batch_size // dims.batch
-    first_row = dims.batch_rank(rank()) * rows_per_part
-    open_loader = partial(
-        build_dataloader,
-        tokenizer=tokenizer,
-        seq_len=config.training.seq_len,
-        global_batch_size=config.training.global_batch_size,
-        rows=range(first_row, first_row + rows_per_part),
-        seed=config.training.seed,
-        device=device,
-        plugins=config.plugins,
-        group=group if world_size() > 1 else None,
-    )
-    open_once = partial(open_loader, drop_last=False, count_bytes=True, seed=0)
-    validation_loaders = {}
-    for number, source in enumerate(config.validation.all if config.validation.enable else ()):
-        section = f"validation.sources[{number}]" if config.validation.sources else "validation"
-        validation_loaders[source.title] = open_once(_once(config.data, source), section=section)
-    titles = [source.title or source.source_type for source in config.data.all]
-    for number, (source, title) in enumerate(zip(config.data.all, titles, strict=True)):
-        if source.held_out:
-            section = f"data.sources[{number}]" if config.data.sources else "data"
-            label = title if titles.count(title) == 1 else f"{title}_{number + 1}"
-            while label in validation_loaders:
-                label += "_held_out"
-            validation_loaders[label] = open_once(_once(config.data, source), section=section, held_out=True)
-    return open_loader(config.data, longest_seq_len=plan_of(config).longest_seq_len), validation_loaders
-
-
-def _once(config: DataConfig, source: SourceConfig) -> DataConfig:
-    """``source`` alone, read once, with the other options of ``[data]``."""
-    fields = asdict(source)
-    of_source = {key: fields[key] for key in asdict(SourceConfig())}
-    return replace(config, **of_source | {"weight": 1.0}, sources=(), when_exhausted="stop", packing="cut", exclude="")
 
 
 def initialize(model_parts: Sequence[Decoder], seed: int, device: torch.device) -> None:

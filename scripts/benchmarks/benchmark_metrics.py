@@ -32,7 +32,7 @@ def main() -> int:
         options += ["--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false"]
         options += ["--diagnostics.norms_freq", "1", "--diagnostics.enable_loss_by_source", "true"]
         trainer = Trainer(parse(options, "torchtrain.train", ""))
-        hooks = list(trainer.train_step.hooks.all)
+        hooks = list(trainer.hooks.all)
         for hook in hooks:
             if isinstance(hook, NormsByLayer):
                 hook.report = lambda *_: None
@@ -41,7 +41,7 @@ def main() -> int:
             if step == count * len(KINDS):
                 break
             kind = KINDS[step % len(KINDS)]
-            trainer.train_step.hooks.all[:] = [hook for hook in hooks if kind is not None and isinstance(hook, kind)]
+            trainer.hooks.all[:] = [hook for hook in hooks if kind is not None and isinstance(hook, kind)]
             before = time.process_time()
             trainer.train_step(step + 1, batch)
             seconds[kind].append(time.process_time() - before)

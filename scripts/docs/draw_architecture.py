@@ -32,6 +32,7 @@ LAYERS = {
     ),
     "plugins": ("plugins",),
     "trainer": ("trainer",),
+    "resolve": ("resolve",),
     "checkpoints and metrics": ("checkpoint", "metrics"),
     "CPU": ("cpu",),
     "parallelism and optimizers": ("parallelisms", "optimizers", "fault_tolerance"),

@@ -98,8 +98,8 @@ def train(options: list[str], environment: dict[str, str], log: Path) -> None:
         os.dup2(file.fileno(), 2)
     import torch
 
-    from torchtrain.config.registry import STEP_HOOKS
-    from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.config.registry import HOOKS
+    from torchtrain.metrics.hooks import Hook
     from torchtrain.plugins.replicas.group import ReplicaGroup
     from torchtrain.train import main
 
@@ -114,12 +114,12 @@ def train(options: list[str], environment: dict[str, str], log: Path) -> None:
         wait_while(HELD)
         connect(*arguments, **named)
 
-    class Hang(StepHook):
+    class Hang(Hook):
         def before_microbatch(self, index: int) -> None:  # noqa: ARG002
             wait_while(HANGS)
 
     ReplicaGroup.connect = connect_later  # type: ignore[method-assign]
-    STEP_HOOKS.register("hang")(lambda _: Hang())
+    HOOKS.register("hang")(lambda _: Hang())
     torch.set_num_threads(1)
     os._exit(main(options))
 

@@ -32,7 +32,7 @@ from torchtrain.config.parse import parse
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import local
 from torchtrain.logging import logger
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.plugins.recheck.hashes import read
 from torchtrain.plugins.recheck.recheck import Recheck
@@ -73,7 +73,7 @@ class Outcome:
     suspected: list[int] = field(default_factory=list)
 
 
-class Planter(StepHook):
+class Planter(Hook):
     """Plants a flip into each step on ``BAD_RANK``, and undoes the step. The first hook of ``train_step``.
 
     Args:
@@ -306,7 +306,7 @@ def build(folder: Path, parallelism: dict[str, int], **options: Any) -> tuple[Tr
     }
     arguments = [f"--{name.replace('__', '.')}={value}" for name, value in (defaults | options).items()]
     trainer = Trainer(parse(arguments))
-    (recheck,) = (hook for hook in trainer.train_step.hooks.all if isinstance(hook, Recheck))
+    (recheck,) = (hook for hook in trainer.hooks.all if isinstance(hook, Recheck))
     return trainer, recheck
 
 
@@ -319,7 +319,7 @@ def plant(folder: Path, layout: str, kinds: Sequence[str], steps: int) -> list[R
 
     def outcomes(hook_type: type[Recheck], kind: str, repeats: bool) -> list[Outcome]:
         hook = hook_type(recheck.options, trainer.train_step, trainer.gloo_group, recheck.report)
-        trainer.train_step.hooks.all[:] = [hook]
+        trainer.hooks.all[:] = [hook]
         planter = Planter(trainer.train_step, hook, kind, repeats)
         with planter.attached():
             for step, batch in enumerate(batches, start=2):

@@ -1,14 +1,11 @@
-"""Weights in other formats than a checkpoint's, which plugins bring: to start from, and to export at the end."""
+"""Weights in other formats than a checkpoint's, which plugins bring, to start from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.config.schema import JobConfig
 from torchtrain.models.spec import DecoderConfig
 
 
@@ -34,19 +31,3 @@ class WeightFormat(ABC):
         Raises:
             CheckpointError: a file is missing or damaged, or a parameter is not in it or has another shape.
         """
-
-
-class Exporter(ABC):
-    """Writes the weights after the last step in another format; see ``EXPORTERS``."""
-
-    @abstractmethod
-    def check(self, config: JobConfig, model: DecoderConfig) -> None:
-        """Raise ConfigError if ``model`` cannot be exported, or the export could not be written. Before any work."""
-
-    @abstractmethod
-    def is_missing(self, config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
-        """Whether the weights of ``step`` are not exported yet. Collective over the gloo ``group``."""
-
-    @abstractmethod
-    def export(self, config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
-        """Export the weights after ``step``, the last step. Collective."""

@@ -34,13 +34,12 @@ from torchtrain.checkpoint.resume_compatibility import (
 from torchtrain.checkpoint.saved_run import read_config_text
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
-from torchtrain.config.registry import LR_SCHEDULES
 from torchtrain.config.run_plan import OtherPartError, plan_of
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group
-from torchtrain.errors import CheckpointError, DamagedError
+from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.files import parse_json, printable
 from torchtrain.logging import logger
 from torchtrain.optimizers.lr_schedule import LRSchedule
@@ -351,9 +350,10 @@ def rate_change(saved_toml: str, current_toml: str, step: int) -> str:
     schedules = []
     for text in (saved_toml, current_toml):
         config = from_text(text, "config.toml", only_known=True, checked=False)
-        if config.lr_scheduler.decay_type not in LR_SCHEDULES:  # of a plugin that is not installed any more
+        try:
+            schedules.append(LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps))
+        except ConfigError:  # of a plugin that is not installed any more, or has other options now
             return ""
-        schedules.append(LRSchedule(config.lr_scheduler, config.optimizer.lr, config.training.steps))
     expected, rate = (schedule.rate(step + 1) for schedule in schedules)
     low, high = sorted((expected, rate))
     if high <= LARGE_RATE_CHANGE * low:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 import tomli
 import tomli_w
 
-from torchtrain.config.registry import CONFIG_SECTIONS, OPTION_HINTS, import_modules
+from torchtrain.config.registry import CONFIG_SECTIONS, OPTION_HINTS, disable_plugins, import_modules
 from torchtrain.config.schema import (
     SAME_NUMBER,
     JobConfig,
@@ -62,7 +62,8 @@ def parse(
     """
     file = config_file(argv)
     argv = with_batch_schedule(argv)
-    import_modules(modules_to_import(argv, file))
+    disable_plugins(job_option("disable_plugins", argv, file))
+    import_modules(job_option("import", argv, file))
     # Values of the file are not checked yet: the command line may override those that are invalid together.
     defaults = from_file(file, checked=False) if file else JobConfig()
     topic = help_topic(argv)
@@ -184,8 +185,8 @@ def unknown_option(word: str, name: str, known: Iterable[str]) -> str:
         near = difflib.get_close_matches(name, last_words, n=1)
         hint = f"; did you mean '--{last_words[near[0]]}'?" if near else ""
         return f"{word} is not a known option: options are named --SECTION.OPTION{hint or '; see --help'}"
-    if section in CONFIG_SECTIONS.of_plugins and section not in sections:
-        return f"{name} needs the plugin {CONFIG_SECTIONS.of_plugins[section]}, which is not installed"
+    if section not in sections and (plugin := CONFIG_SECTIONS.missing_plugin(section)):
+        return f"{name} needs {plugin}"
     if section == "stages":
         return f"--{name}: stages are tables of a config file, [[stages]] (docs/stages.md)"
     near = difflib.get_close_matches(section, sections, n=1)
@@ -270,20 +271,21 @@ def config_file(argv: Sequence[str]) -> str:
     return os.path.expanduser(files[0]) if files else ""
 
 
-def modules_to_import(argv: Sequence[str], file: str) -> Sequence[str]:
-    """``job.import``, of the command line or else of the config ``file``; no other option is read."""
+def job_option(name: str, argv: Sequence[str], file: str) -> Sequence[str]:
+    """A list of names in [job], of the command line or else of the config ``file``; no other option is read."""
     option = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    option.add_argument("--job.import", nargs="*", dest="modules")
-    modules: Sequence[str] | None = option.parse_known_args(argv)[0].modules
-    if modules is not None:
-        return modules
+    option.add_argument(f"--job.{name}", f"--job.{name.replace('_', '-')}", nargs="*", dest="names")
+    names: Sequence[str] | None = option.parse_known_args(argv)[0].names
+    if names is not None:
+        return names
     job = read_table(read_text(file), file).get("job") if file else None
-    if not isinstance(job, dict) or "import" not in job:
+    if not isinstance(job, dict) or name not in job:
         return ()
     try:
-        return from_toml(JobSection, {"import": job["import"]}, "job.").import_
+        found = from_toml(JobSection, {name: job[name]}, "job.")
     except ConfigError as error:
         raise in_file(file, error) from None
+    return next(value for key, value in vars(found).items() if key_of(key) == name)
 
 
 def from_file(path: str, *, checked: bool = True) -> JobConfig:
@@ -436,8 +438,8 @@ def from_toml(section: type[Section], table: dict[str, Any], prefix: str = "", c
             hint = did_you_mean(key, sections or names, prefix)
             if elsewhere:
                 hint = f"; did you mean {' or '.join(map(repr, elsewhere))}?"
-            if is_whole and key in CONFIG_SECTIONS.of_plugins:
-                hint = f": it is of the plugin {CONFIG_SECTIONS.of_plugins[key]}, which is not installed"
+            if is_whole and (plugin := CONFIG_SECTIONS.missing_plugin(key)):
+                hint = f": it is of {plugin}"
             elif is_whole and isinstance(value, dict) and not hint.startswith("; did you mean"):
                 hint += "; or it is of a plugin that is not installed"
             problems.append(f"{name} is not a known {kind}{hint}")

@@ -9,16 +9,25 @@ that is named in ``job.import`` is imported before the config is read, and calls
 import difflib
 import pkgutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torchtrain.errors import ConfigError
 
 Entry = TypeVar("Entry")
 PLUGINS = Path(__file__).parent.parent / "plugins"
+
+
+class _Plugins:
+    """The state of this process: which plugins add entries, and which ones do not count (``disable_plugins``)."""
+
+    loading: ClassVar[str] = ""
+    """The plugin that is being imported; "" outside of ``load_plugins``."""
+    disabled: ClassVar[frozenset[str]] = frozenset()
 
 
 class Registry:
@@ -37,6 +46,7 @@ class Registry:
         self.of_plugins = of_plugins or {}
         self._core = tuple(core or ())
         self._entries: dict[str, Any] = dict(core or {})
+        self._plugins: dict[str, str] = {}  # by entry: the plugin that added it
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
         """Class or function decorator that registers an entry.
@@ -58,24 +68,29 @@ class Registry:
         if earlier != _origin(entry):
             raise ConfigError(f"{self.option} = {name!r} is registered twice, by {earlier} and {_origin(entry)}")
         self._entries[name] = entry
+        self._plugins[name] = _Plugins.loading
+
+    def _is_there(self, name: object) -> bool:
+        return name in self._entries and self._plugins.get(str(name)) not in _Plugins.disabled
 
     def __iter__(self) -> Iterator[str]:
         """The names: those of the core, then the others by name, whatever the order of imports."""
         load_plugins()
-        return iter([*self._core, *sorted(self._entries.keys() - set(self._core))])
+        others = sorted(self._entries.keys() - set(self._core))
+        return iter([*self._core, *(name for name in others if self._is_there(name))])
 
     def __contains__(self, name: object) -> bool:
         load_plugins()
-        return name in self._entries
+        return self._is_there(name)
 
     def __getitem__(self, name: str) -> Any:
         """The entry ``name``, which is imported if it is a string. Raises ConfigError if there is none."""
         self.check(name, self.option)
         entry = self._entries[name]
         if isinstance(entry, str):
-            module, attribute = entry.split(":")
+            module = entry.partition(":")[0]
             try:
-                entry = getattr(import_module(module), attribute)
+                entry = import_entry(entry)
             except ModuleNotFoundError as error:
                 plugin = missing_plugin(error, module)
                 if plugin is None:
@@ -85,15 +100,20 @@ class Registry:
                 ) from error
         return entry
 
+    def missing_plugin(self, name: str) -> str:
+        """Which plugin would add the entry ``name``, which is not there, and why it does not; "" if none is known."""
+        if name in self._entries:
+            return f"the plugin {self._plugins[name]}, which job.disable_plugins turns off"
+        return f"the plugin {self.of_plugins[name]}, which is not installed" if name in self.of_plugins else ""
+
     def check(self, name: str, option: str) -> None:
         """Raise ConfigError unless there is an entry ``name``, the value of ``option``."""
         load_plugins()
-        if name not in self._entries:
-            if name in self.of_plugins:
-                plugin = self.of_plugins[name]
-                raise ConfigError(f"{option} = {name!r} needs the plugin {plugin}, which is not installed")
+        if not self._is_there(name):
+            if plugin := self.missing_plugin(name):
+                raise ConfigError(f"{option} = {name!r} needs {plugin}")
             choices = ", ".join(map(repr, self))
-            near = difflib.get_close_matches(name, self._entries, n=1)
+            near = difflib.get_close_matches(name, list(self), n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"{option} = {name!r} must be one of {choices}, or one that a plugin or a module in job.import "
@@ -123,10 +143,15 @@ OPTIMIZERS = Registry(
 
 LR_SCHEDULES = Registry(
     "lr_scheduler.decay_type",
-    {name: f"torchtrain.optimizers.lr_schedule:{name}" for name in ("constant", "linear", "cosine", "sqrt")},
+    {name: f"torchtrain.optimizers.lr_schedule:{name.title()}" for name in ("constant", "linear", "cosine", "sqrt")},
 )
-"""Functions of a step after the warm-up and the ``optimizers.lr_schedule.SchedulePhases``, which return the learning
-rate as a factor of its peak."""
+"""Subclasses of ``optimizers.lr_schedule.Decay``."""
+
+
+def import_entry(entry: str) -> Any:
+    """What "module:attribute" names."""
+    module, attribute = entry.split(":")
+    return getattr(import_module(module), attribute)
 
 
 def missing_plugin(error: ModuleNotFoundError, module: str) -> str | None:
@@ -176,6 +201,36 @@ DATA_SOURCES = Registry(
 """Subclasses of ``datasets.data_source.SourceType``, such as ``DataSource`` and ``TextInput``."""
 
 
+_FORMATS = "torchtrain.datasets.builtin_formats"
+FILE_FORMATS = Registry(
+    "the suffix of a file of text",
+    {
+        "jsonl": f"{_FORMATS}:JSON_LINES",
+        "json": f"{_FORMATS}:JSON_FILE",
+        "csv": f"{_FORMATS}:CSV",
+        "tsv": f"{_FORMATS}:TSV",
+        "txt": f"{_FORMATS}:TEXT",
+        "md": f"{_FORMATS}:TEXT",
+        "parquet": f"{_FORMATS}:PARQUET",
+        "arrow": f"{_FORMATS}:ARROW",
+    },
+)
+"""Instances of ``datasets.file_formats.FileFormat``, by the suffix of their files."""
+
+
+COMPRESSIONS = Registry(
+    "the suffix of a compressed file", {suffix: f"{_FORMATS}:{suffix}" for suffix in ("gz", "zst", "xz")}
+)
+"""Functions that get an open binary file, and yield blocks of its decompressed bytes."""
+
+
+def suffixes_of(name: str) -> tuple[str, str]:
+    """The suffix of a file's format and that of its compression, in lower case; "" where there is none."""
+    words = name.lower().split(".")
+    compression = words.pop() if len(words) > 1 and words[-1] in COMPRESSIONS else ""
+    return (words[-1] if len(words) > 1 and words[-1] in FILE_FORMATS else ""), compression
+
+
 TOKEN_FOLDERS = Registry("a folder of tokens by URL", of_plugins={"url": _REMOTE})
 """Called with a location, its option and a ``SourceContext`` or None; return a ``datasets.token_folder.DataFolder``."""
 
@@ -215,10 +270,6 @@ GRADIENT_REDUCERS = Registry(
 _HUGGING_FACE = "torchtrain.plugins.huggingface"
 WEIGHT_FORMATS = Registry("the name of a format of weights", of_plugins={"huggingface": _HUGGING_FACE})
 """Instances of ``checkpoint.other_formats.WeightFormat``."""
-
-
-EXPORTERS = Registry("the name of an exporter")
-"""Functions that get the config, and return a ``checkpoint.other_formats.Exporter``, or None if it asks for none."""
 
 
 LINEAR_CONVERSIONS = Registry("the name of a conversion of linear layers")
@@ -261,17 +312,9 @@ RUN_PLANS = Registry("the name of a plan of runs", of_plugins={"stages": "torcht
 """Subclasses of ``config.run_plan.RunPlan``, which divide a run into parts."""
 
 
-STEP_HOOKS = Registry("the name of a step hook")
-"""Functions that get the ``Trainer`` when all else is built, and return a ``metrics.step_hook.StepHook``, or None if
-the config does not ask for it."""
-
-
-TRAINERS = Registry("the name of a trainer")
-"""Functions that get the config, and return a subclass of ``trainer.Trainer``, or None if it asks for none."""
-
-
-VALIDATION_PARTS = Registry("the name of a validation part")
-"""Classes with the static methods of ``metrics.validation.ValidationPartFactory``."""
+HOOKS = Registry("the name of a hook")
+"""Functions that get the ``Trainer`` when all else is built, and return a ``metrics.hooks.Hook``, or None if the config
+does not ask for it."""
 
 
 @cache
@@ -284,13 +327,40 @@ def load_plugins() -> None:
         ConfigError: an installed plugin cannot be imported.
     """
     for module in pkgutil.iter_modules([str(PLUGINS)]):
-        import_module(f"torchtrain.plugins.{module.name}")
+        with _entries_of(module.name):
+            import_module(f"torchtrain.plugins.{module.name}")
     for point in sorted(entry_points(group="torchtrain.plugins"), key=lambda point: point.name):
         try:
-            point.load()
+            with _entries_of(point.name):
+                point.load()
         except Exception as error:  # of any kind: it is code of somebody else
             package = point.dist.name if point.dist else "?"
             raise ConfigError(
                 f"the plugin {point.name!r} of the package {package!r} cannot be imported: "
                 f"{type(error).__name__}: {error}; install what it needs, or uninstall it (pip uninstall {package})"
             ) from error
+
+
+@contextmanager
+def _entries_of(plugin: str) -> Iterator[None]:
+    """Entries that are added in this context are of ``plugin``."""
+    outer, _Plugins.loading = _Plugins.loading, plugin
+    try:
+        yield
+    finally:
+        _Plugins.loading = outer
+
+
+def disable_plugins(names: Collection[str]) -> None:
+    """Hide the entries of these plugins, and show those of all others, until the next call.
+
+    Raises:
+        ConfigError: there is no such plugin.
+    """
+    load_plugins()
+    own = [module.name for module in pkgutil.iter_modules([str(PLUGINS)])]
+    known = [*own, *sorted(point.name for point in entry_points(group="torchtrain.plugins"))] if names else []
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"job.disable_plugins: {name!r} is not a plugin; there are {', '.join(known)}")
+    _Plugins.disabled = frozenset(names)

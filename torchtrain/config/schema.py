@@ -1,7 +1,7 @@
 """All options: one frozen dataclass for each section of the TOML file.
 
 The docstring of a field is the documentation of the option, shown by ``--help``, and its type defines the valid values.
-A section raises ConfigError for other values. ``trainer.check_config`` checks what depends on the model and the layout.
+A section raises ConfigError for other values. ``resolve.check_config`` checks what depends on the model and the layout.
 """
 
 import math
@@ -21,6 +21,7 @@ from torchtrain.config.registry import (
     MODELS,
     OPTIMIZERS,
     Registry,
+    suffixes_of,
 )
 from torchtrain.errors import ConfigError
 from torchtrain.files import is_url, scheme_of
@@ -136,9 +137,19 @@ class Section:
         """Of a plugin: raise ConfigError if these options do not go with the other ones of ``config``. Called for each
         config, also for sections with the defaults."""
 
-    def check_run(self, config: "JobConfig", device: Any, degrees: Any) -> None:
-        """Of a plugin: raise ConfigError if a run cannot have these options, given the other ones of ``config``, which
-        is resolved, the ``torch.device``, and the ``ParallelDims``."""
+    def check_run(self, run: Any, device: Any) -> None:
+        """Of a plugin: raise ConfigError if a run cannot have these options, given the ``resolve.ResolvedRun`` and the
+        ``torch.device``. Called on each rank before the process groups are initialized."""
+
+    def check_data(self) -> None:
+        """Of a plugin: raise ConfigError if data that these options name cannot be loaded. Called on rank 0, before a
+        run begins, for its later parts."""
+
+    @property
+    def trainer(self) -> str:
+        """Of a plugin: "module:attribute" of the subclass of ``trainer.Trainer`` that trains a run with these options.
+        "": any does."""
+        return ""
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -189,6 +200,9 @@ class JobSection(Section, name="job"):
     import_: tuple[str, ...] = ()
     """Python modules to import before the config is read, such as ["my_package.my_module"]: they register models,
     optimizers and other components of your own (docs/extending.md)."""
+    disable_plugins: tuple[str, ...] = ()
+    """Plugins to turn off, such as ["report"], by the names of their folders in torchtrain/plugins or of their entry
+    points (docs/plugins.md): a run is as if they were not installed."""
     stage: str = ""
     """Name of the stage that a resolved config is of; set by the trainer (docs/stages.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -388,6 +402,8 @@ class LRSchedulerConfig(Section, name="lr_scheduler"):
     decay_type: Annotated[str, LR_SCHEDULES] = "cosine"
     """Shape of the decay, or a schedule that a module in job.import registers. constant: no decay, the peak learning
     rate after the warm-up."""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """[lr_scheduler.options]: options of a registered decay_type."""
     start_step: CountOrZero = 0
     """Step after which the schedule begins; warm-up and decay are parts of the steps from there to total_steps. Set for
     a stage with a schedule of its own."""
@@ -470,9 +486,9 @@ BUILT_IN_SOURCES = (
 @dataclass(frozen=True)
 class SourceConfig(Section):
     path: str | tuple[str, ...] = ""
-    """Local .jsonl, .json, .csv, .tsv, .txt or .md file (each also as .gz or .zst), .parquet or .arrow file, a folder
-    of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare. The
-    first run tokenizes text into the cache, TORCHTRAIN_CACHE. The same by URLs such as s3://bucket/folder or
+    """Local .jsonl, .json, .csv, .tsv, .txt or .md file (each also as .gz, .zst or .xz), .parquet or .arrow file, a
+    folder of such files, a pattern such as 'books/*.jsonl', a list of these, or a folder written by torchtrain.prepare.
+    The first run tokenizes text into the cache, TORCHTRAIN_CACHE. The same by URLs such as s3://bucket/folder or
     gs://bucket/*.parquet: such text is streamed, without a copy."""
     name: str = ""
     """Name of a dataset on the Hugging Face hub."""
@@ -558,7 +574,8 @@ class SourceConfig(Section):
             name = path.name.removeprefix("*.")  # of a pattern such as *.jsonl: the file extension
             if name.isdecimal() and path.parent.name:  # as prepare names the folders of several sources
                 return f"{path.parent.name}_{name}"
-            return re.sub(r"\.(jsonl?|csv|tsv|txt|md|parquet|arrow)(\.(gz|zst))?$", "", name)
+            kind, compression = suffixes_of(name)
+            return name[: -sum(len(suffix) + 1 for suffix in (kind, compression) if suffix)] if kind else name
         return "_".join(filter(None, (self.name.split("/")[-1], self.subset))) or self.type
 
     @property
@@ -922,7 +939,7 @@ class JobConfig:
             of_plugins = {name: asdict(CONFIG_SECTIONS[name]()) for name in CONFIG_SECTIONS}
             known = flat(asdict(self) | of_plugins)
             for name in self.checkpoint.allow_changes:
-                is_free = f"{name}.".startswith(("optimizer.options.", "data.options."))
+                is_free = f"{name}.".startswith(("optimizer.options.", "lr_scheduler.options.", "data.options."))
                 of_missing_plugin = "." in name and name.split(".")[0] not in section_types()
                 require(
                     name in known or is_free or of_missing_plugin,

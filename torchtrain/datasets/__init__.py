@@ -16,8 +16,8 @@ The terms, in the order in which text becomes a batch:
 Read in this order, the names in brackets when you need them:
 
 1. a source: data_source.py, build.py, builtin_sources.py, [standard_library.py, find_files.py, local_files.py];
-2. text to tokens: text_input.py, [file_formats.py, tokenizers.py], tokenize_text.py, token_folder.py, token_cache.py,
-   [cache_folder.py];
+2. text to tokens: text_input.py, file_formats.py, [builtin_formats.py, tokenizers.py], tokenize_text.py,
+   token_folder.py, token_cache.py, [cache_folder.py];
 3. tokens to batches: token_dataset.py, window_order.py, [best_fit.py, exclusions.py], order.py, dataloader.py;
 4. what a checkpoint compares: data_identity.py.
 """

@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContext, Stream, StreamRequest, TextInput
 from torchtrain.datasets.dataloader import DataLoader
@@ -174,6 +175,49 @@ def build_dataloader(
     if group is not None:
         loader.connect(group)
     return loader
+
+
+def build_loaders(
+    config: JobConfig,
+    tokenizer: Tokenizer,
+    rows: range,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> tuple[DataLoader, dict[str, DataLoader]]:
+    """Build the data loader of ``[data]`` and those of ``[validation]``, by label, for this rank's ``rows`` of the
+    global batch. Collective, unless ``group`` is None."""
+    open_loader = partial(
+        build_dataloader,
+        tokenizer=tokenizer,
+        seq_len=config.training.seq_len,
+        global_batch_size=config.training.global_batch_size,
+        rows=rows,
+        seed=config.training.seed,
+        device=device,
+        plugins=config.plugins,
+        group=group,
+    )
+    open_once = partial(open_loader, drop_last=False, count_bytes=True, seed=0)
+    validation_loaders = {}
+    for number, source in enumerate(config.validation.all if config.validation.enable else ()):
+        section = f"validation.sources[{number}]" if config.validation.sources else "validation"
+        validation_loaders[source.title] = open_once(_once(config.data, source), section=section)
+    titles = [source.title or source.source_type for source in config.data.all]
+    for number, (source, title) in enumerate(zip(config.data.all, titles, strict=True)):
+        if source.held_out:
+            section = f"data.sources[{number}]" if config.data.sources else "data"
+            label = title if titles.count(title) == 1 else f"{title}_{number + 1}"
+            while label in validation_loaders:
+                label += "_held_out"
+            validation_loaders[label] = open_once(_once(config.data, source), section=section, held_out=True)
+    return open_loader(config.data, longest_seq_len=plan_of(config).longest_seq_len), validation_loaders
+
+
+def _once(config: DataConfig, source: SourceConfig) -> DataConfig:
+    """``source`` alone, read once, with the other options of ``[data]``."""
+    fields = asdict(source)
+    of_source = {key: fields[key] for key in asdict(SourceConfig())}
+    return replace(config, **of_source | {"weight": 1.0}, sources=(), when_exhausted="stop", packing="cut", exclude="")
 
 
 def check_data(

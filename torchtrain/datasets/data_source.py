@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from torchtrain.config.component import Component
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.data_identity import FileTable, Identity
 from torchtrain.datasets.tokenizers import Tokenizer
@@ -210,9 +211,10 @@ class SourceSize:
     """Whether ``tokens`` is an estimate."""
 
 
-class SourceType(ABC):  # noqa: B024
+class SourceType(Component, ABC):
     """Opens sources of one type, and answers questions about them before. Its class methods are called, without an
-    instance. A source of a type of its own is that type: ``open`` calls the constructor.
+    instance. A source of a type of its own is that type: ``open`` calls the constructor, and ``Options`` are
+    those of [data.options].
     """
 
     @classmethod

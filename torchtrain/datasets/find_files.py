@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtrain.datasets.data_identity import shortened
-from torchtrain.datasets.file_formats import SUFFIXES, kind_of
+from torchtrain.datasets.file_formats import kind_of, suffixes
 from torchtrain.errors import DataError
 from torchtrain.files import MISSING, json_object, names_in, read_file
 from torchtrain.logging import logger
@@ -29,7 +29,7 @@ def find_files(pattern: str, label: str, split: str) -> list[Path]:
         if not files:
             raise DataError(f"{label} does not exist (looked for {path.absolute()})")
     if bad := [file.name for file in files if not kind_of(file.name)[0]]:
-        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
+        raise DataError(f"{label}: {bad[0]} must end in one of {suffixes()}")
     files = [file for file in files if file.stat().st_size > 0]
     if not files:
         raise DataError(f"{label} has no documents")
@@ -40,7 +40,7 @@ def _files_of_folder(folder: Path, label: str, split: str) -> list[Path]:
     """The data files in a folder; without .md files, which often describe the data, if there are others."""
     files = sorted(file for file in _walk(folder, split) if kind_of(file.name)[0] and not file.is_dir())
     if not files:
-        raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+        raise DataError(f"{label} is a folder without data files; they must end in one of {suffixes()}")
     if gone := [file for file in files if not file.is_file()]:  # opening a pipe would block indefinitely
         raise DataError(f"{label}: {gone[0]} is not a file, or a broken link; restore what it names, or remove it")
     kinds = {kind_of(file.name)[0] for file in files}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import xxhash
 
+from torchtrain.config.registry import FILE_FORMATS
 from torchtrain.datasets.data_identity import HASH_DIGITS, MAX_FILES, DataFile, FileTable, Identity, shortened
-from torchtrain.datasets.file_formats import HEAD_BYTES, NotUTF8Error, kind_of, require_utf8, require_utf8_file
+from torchtrain.datasets.file_formats import HEAD_BYTES, NotUTF8Error, kind_of, require_utf8_file
 from torchtrain.datasets.find_files import find_files
 from torchtrain.datasets.text_input import SKIP_HINT, LocalFile, TextFiles
 from torchtrain.errors import DataError
@@ -105,8 +106,9 @@ def _errors_of_heads(files: Sequence[Path], label: str) -> Iterator[NotUTF8Error
         try:
             with file.open("rb") as content:
                 head = content.read(HEAD_BYTES)
-            if kind_of(file.name) in (("txt", ""), ("md", "")):
-                require_utf8(head)
+            kind, compression = kind_of(file.name)
+            if not compression:
+                FILE_FORMATS[kind].check_head(head)
             yield None
         except PermissionError as error:
             raise DataError(f"{label}: {file} cannot be opened: {error.strerror}; let this user read it") from error

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.errors import TorchtrainError
 from torchtrain.logging import BestEffort, aligned, log_in_color, logger, message_width, terminal_width
 from torchtrain.metrics.history import read_run
+from torchtrain.metrics.hooks import Hooks
 from torchtrain.metrics.validation_log import format_validation
 from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss
@@ -67,16 +69,6 @@ def device_info(device: torch.device) -> dict[str, str]:
     return {"device": device.type, "device_name": name, "torch": torch.__version__, "code": code.hexdigest()}
 
 
-class StepMetrics(Protocol):
-    """More numbers for the lines of metrics, of the steps in a measurement interval (``MetricsRecorder.restart``)."""
-
-    def restart(self) -> None:
-        """Start a new interval."""
-
-    def metrics(self) -> dict[str, float]:
-        """The numbers of the interval up to this step. Called on all ranks at each line that is written."""
-
-
 @dataclass(eq=False)
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     """Collects metrics on each rank, reduces them over all ranks every ``log_freq`` steps, and writes on rank 0."""
@@ -99,11 +91,11 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     generation: int = 0  # of the writer lease; increases with each start
     options: str = ""  # hash of the options that change the run
     data: Mapping[str, str] = field(default_factory=dict)  # identity of data and tokenizer; empty without checkpoints
+    hooks: Hooks = field(default_factory=Hooks)
     same_process: bool = False  # whether this process has trained an earlier part; for the event "start"
 
     def __post_init__(self) -> None:
         self.part_entry = {"stage": self.part} if self.part else {}
-        self.step_metrics: list[StepMetrics] = []
         self.validations: list[dict[str, Any]] | None = None  # steps and results so far; read at the first validation
         self.columns: dict[int, int] = {}  # widths in the lines of the log (``step_words``)
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
@@ -185,13 +177,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             "data_wait_fraction": data_wait_fraction,
             "step_seconds": step_seconds,
         }
-        for metrics in self.step_metrics:
-            line |= metrics.metrics()
+        line |= self.hooks.metrics()
         if self.writers is not None:
             self.writers.write(line)
             # The first step of a process compiles, connects ranks and fills caches.
             left = self.last_step - step if step > self.start_step + 1 else 0
-            log_in_color(step_words(line, self.last_step, left, message_width(), self.columns))
+            shown = self.hooks.shown_metrics
+            log_in_color(step_words(line, self.last_step, left, message_width(), self.columns, shown))
         self.restart(step)
 
     def record_event(self, step: int, event: str, values: dict[str, Any]) -> None:
@@ -234,6 +226,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Continue from ``step`` after a rollback: later steps do not count any more."""
         if self.writers is not None:
             self.writers.undo(step)
+        self.hooks.undo(step)
         self.restart(step)
 
     @contextmanager
@@ -247,12 +240,16 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Start a new measurement interval after ``step``: at the start, after each written line, and by ``undo``."""
         self.since, self.since_step, self.data_wait_seconds = time.perf_counter(), step, 0.0
         self.unwritten = None
-        for metrics in self.step_metrics:
-            metrics.restart()
+        self.hooks.begin_interval()
 
 
 def step_words(
-    line: dict[str, Any], last_step: int, steps_left: int, width: int | None, columns: dict[int, int]
+    line: dict[str, Any],
+    last_step: int,
+    steps_left: int,
+    width: int | None,
+    columns: dict[int, int],
+    shown: Mapping[str, str] = MappingProxyType({}),
 ) -> list[tuple[str, str]]:
     """Metrics as the words of a line of the log, two spaces apart, each with the number of its color.
 
@@ -261,6 +258,7 @@ def step_words(
     Args:
         steps_left: those whose time is shown; 0 for none.
         columns: widths of the numbers in earlier lines, which grow, so that the words stay below each other.
+        shown: metrics of hooks, by name, with the format of their word; see ``Hook.shown_metrics``.
     """
     share = f" ({line['memory_fraction']:.0%} reserved)" if "memory_fraction" in line else ""
     left = f"{duration(steps_left * line['step_seconds'])} left" if steps_left else ""
@@ -277,6 +275,7 @@ def step_words(
         (7, "0", "", f"{line['step_seconds']:.3f}", 5, "s/step"),
         (6, "35", "", f"{line['memory_gib']:.2f}", 4, f"GiB{share}"),
         (8, "0", "data wait", f"{line['data_wait_fraction']:.1%}", 4, ""),
+        *((5, "36", "", text.format(line[name]), 0, "") for name, text in shown.items() if name in line),
         (1, "0", "", left, len("12m05s left"), ""),
     ]
     texts = []

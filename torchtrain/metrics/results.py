@@ -6,24 +6,22 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtrain.config.registry import MODELS, VALIDATION_PARTS, WEIGHT_FORMATS
+from torchtrain.config.registry import HOOKS, MODELS, WEIGHT_FORMATS
 from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, counted, log_with_commands, logger, terminal_width
 from torchtrain.metrics.history import Run, read_run
+from torchtrain.metrics.hooks import Hooks, RunResults
 from torchtrain.metrics.recorder import duration
 from torchtrain.metrics.run_description import RunDescription
-from torchtrain.metrics.step_hook import RunResults, StepHook
 
 # Names of validation metrics; what follows is the name of a source, or of a task and its score.
 LOSS = re.compile(r"validation_(ema_)?loss(_|$)")
 TASK = re.compile(r"validation_(ema_)?task_")
 
 
-def log_results(
-    config: JobConfig, description: RunDescription, step: int, hooks: StepHook, *, is_complete: bool
-) -> None:
+def log_results(config: JobConfig, description: RunDescription, step: int, hooks: Hooks, *, is_complete: bool) -> None:
     """Log the results after the last ``step`` of a run, and the commands that come next.
 
     Args:
@@ -150,7 +148,7 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
     path = shlex.quote(checkpoints if is_url(checkpoints) else folder)
     imports = " --import " + " ".join(config.job.import_) if config.job.import_ else ""
     commands = []
-    if "samples" in VALIDATION_PARTS:  # the plugin of the command is there
+    if "samples" in HOOKS:  # the plugin of the command is there
         commands.append(f'python -m torchtrain.generate {path} --prompt "..."{imports}')
     if "huggingface" in WEIGHT_FORMATS and MODELS[config.model.name].hf is not None:
         commands.append(f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}{imports}")

@@ -14,7 +14,17 @@ import torch
 
 from torchtrain import __version__
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import (
+    ActivationCheckpointConfig,
+    CheckpointConfig,
+    CompileConfig,
+    DataConfig,
+    EMAConfig,
+    JobConfig,
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ValidationConfig,
+)
 from torchtrain.config.tokens import format_tokens
 from torchtrain.cpu.build import has_batched_attention_backward
 from torchtrain.datasets.data_source import DataSource, SourceSize, TextInput
@@ -83,17 +93,17 @@ def describe_run(
             f"{family}, {parameters:,} parameters, vocabulary {model.vocab_size:,}, seq_len {training.seq_len:,}",
         ),
         *(("data", text) for text in _source_rows(data)),
-        ("validation", _validation(config)),
+        ("validation", _validation(config.validation, config.data)),
         *plan.banner(),
         (
             "batch",
             f"{counted(rows_per_step, 'sequence')}, {tokens_per_step:,} tokens; {length}",
         ),
-        ("optimizer", _optimizer(config)),
-        ("schedule", _schedule(config)),
+        ("optimizer", _optimizer(config.optimizer, training.max_norm, config.ema)),
+        ("schedule", _schedule(config.lr_scheduler, config.optimizer.lr, training.steps)),
         ("precision", _precision(config, model, device, dims)),
-        ("compile", _compile(config)),
-        ("checkpoints", _checkpoints(config, parameters)),
+        ("compile", _compile(config.compile, config.activation_checkpoint)),
+        ("checkpoints", _checkpoints(config.checkpoint, _checkpoint_size(config.optimizer, config.ema, parameters))),
         ("start", f"resumes from {resumes_from}" if start_step else _start(config)),
     ]
     name = Path(config.job.dump_folder).name
@@ -126,11 +136,11 @@ def describe_sources(
         if rank() == 0:
             with BestEffort(f"the size of {source.name}"):
                 size = source.size(tokenizer)
-        tokens = sum(_share(part, number) * plan.tokens_of(index) for index, part in enumerate(plan.parts))
+        tokens = sum(_share(part.data, number) * plan.tokens_of(index) for index, part in enumerate(plan.parts))
         described.append(
             {
                 "source": source_config.title or source_config.source_type,
-                "share": _share(config, number),
+                "share": _share(config.data, number),
                 "tokens": size.tokens,
                 "tokens_are_an_estimate": size.is_estimate,
                 "bytes": size.text_bytes,
@@ -140,9 +150,9 @@ def describe_sources(
     return described
 
 
-def _share(config: JobConfig, number: int) -> float:
-    """The share of source ``number`` in the tokens of the part with ``config``; 0 if only later parts have it."""
-    weights = [source.weight for source in config.data.all]
+def _share(data: DataConfig, number: int) -> float:
+    """The share of source ``number`` in the tokens of the part with ``data``; 0 if only later parts have it."""
+    weights = [source.weight for source in data.all]
     return weights[number] / sum(weights) if number < len(weights) else 0.0
 
 
@@ -173,33 +183,30 @@ def _devices(device: torch.device, layout: dict[str, int]) -> str:
     return f"{name}, {counted(ranks, 'rank')}{machines}{f': {axes}' if axes else ''}"
 
 
-def _validation(config: JobConfig) -> str:
-    options = config.validation
-    if not config.validates:
+def _validation(options: ValidationConfig, data: DataConfig) -> str:
+    if not (options.enable or data.largest_held_out):
         return "off (data.held_out, validation.enable)"
     labels = [source.title or source.source_type for source in options.all if options.enable]
-    labels += [f"{s.held_out:.2%} of {s.title or s.source_type}" for s in config.data.all if s.held_out]
+    labels += [f"{s.held_out:.2%} of {s.title or s.source_type}" for s in data.all if s.held_out]
     return f"{', '.join(labels)}, every {counted(options.interval, 'step')} and at the end"
 
 
-def _optimizer(config: JobConfig) -> str:
-    options = config.optimizer
-    ema = f", EMA with decay {config.ema.decay:g}" if config.ema.enable else ""
+def _optimizer(options: OptimizerConfig, max_norm: float, averages: EMAConfig) -> str:
+    ema = f", EMA with decay {averages.decay:g}" if averages.enable else ""
     return (
         f"{options.name}, learning rate {options.lr:g}, weight decay {options.weight_decay:g}, clipping at "
-        f"{config.training.max_norm:g}{ema}"
+        f"{max_norm:g}{ema}"
     )
 
 
-def _schedule(config: JobConfig) -> str:
-    options = config.lr_scheduler
-    phases = LRSchedule(options, config.optimizer.lr, config.training.steps).phases
+def _schedule(options: LRSchedulerConfig, lr: float, steps: int) -> str:
+    phases = LRSchedule(options, lr, steps).phases
     warmup = f"warm-up of {counted(phases.warmup, 'step')}, then " if phases.warmup else ""
     if options.decay_type == "constant" or not phases.decay:
         return f"{warmup}constant"
     stable = phases.total - phases.warmup - phases.decay
     constant = f"constant for {counted(stable, 'step')}, then " if stable else ""
-    last = f"{config.optimizer.lr * phases.min_lr_factor:g}"
+    last = f"{lr * phases.min_lr_factor:g}"
     return f"{warmup}{constant}{options.decay_type} to {last} after step {options.start_step + phases.total:,}"
 
 
@@ -221,19 +228,17 @@ def _precision(config: JobConfig, model: DecoderConfig, device: torch.device, di
     return f"{dtype}{converted}{sums}; attention: {attention}"
 
 
-def _compile(config: JobConfig) -> str:
-    mode = config.activation_checkpoint.mode
-    return f"{'on' if config.compile.enable else 'off'}; activation checkpointing: {mode}"
+def _compile(options: CompileConfig, checkpointing: ActivationCheckpointConfig) -> str:
+    return f"{'on' if options.enable else 'off'}; activation checkpointing: {checkpointing.mode}"
 
 
-def _checkpoint_size(config: JobConfig, parameters: int) -> int:
-    """Bytes of a checkpoint."""
-    moments = {"float32": 8, "bfloat16": 4}[config.optimizer.state_dtype]  # Muon has one of a matrix: less than that
-    return parameters * (4 + moments + 4 * config.ema.enable)
+def _checkpoint_size(optimizer: OptimizerConfig, averages: EMAConfig, parameters: int) -> int:
+    """Bytes of a checkpoint, at most: some optimizers have fewer states than two."""
+    moments = {"float32": 8, "bfloat16": 4}[optimizer.state_dtype]
+    return parameters * (4 + moments + 4 * averages.enable)
 
 
-def _checkpoints(config: JobConfig, parameters: int) -> str:
-    options = config.checkpoint
+def _checkpoints(options: CheckpointConfig, size_bytes: int) -> str:
     if not options.enable:
         return "off (checkpoint.enable = false): the run cannot be resumed"
     minutes = (
@@ -246,7 +251,7 @@ def _checkpoints(config: JobConfig, parameters: int) -> str:
         kept += f" and each {options.keep_every:,} steps one"
     if options.keep_latest_k and options.keep_best_k:
         kept += f" and the best {options.keep_best_k}"
-    size = f"{_checkpoint_size(config, parameters) / 1e9:.3g} GB each"
+    size = f"{size_bytes / 1e9:.3g} GB each"
     return f"every {counted(options.interval, 'step')}{minutes}, {kept}, {size}"
 
 
@@ -270,9 +275,8 @@ def most_checkpoints(config: JobConfig, start_step: int) -> int:
     return kept + 1
 
 
-def warn_about_validation(config: JobConfig) -> None:
+def warn_about_validation(options: ValidationConfig) -> None:
     """Warn if data to validate on are named in vain."""
-    options = config.validation
     if not options.enable and (options.sources or options.is_set):
         logger.warning(
             "[validation] names data, and validation.enable is false: the model is not validated on them; set "
@@ -293,7 +297,10 @@ def warn_about_checkpoints(config: JobConfig, model: DecoderConfig, start_step: 
         folder = folder.parent
     with suppress(OSError):
         count = most_checkpoints(config, start_step)
-        free, needed = shutil.disk_usage(folder).free, count * _checkpoint_size(config, count_parameters(model))
+        free, needed = (
+            shutil.disk_usage(folder).free,
+            count * _checkpoint_size(config.optimizer, config.ema, count_parameters(model)),
+        )
         if free < needed:
             keep = {name: getattr(options, name) for name in ("keep_latest_k", "keep_every", "keep_best_k")}
             set_options = ", ".join(f"{name} = {value}" for name, value in keep.items() if value) or "keep_latest_k = 0"

@@ -9,14 +9,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import tomli
 
+from torchtrain.config.component import Component
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import MetricsConfig, flat
+from torchtrain.config.schema import JobConfig, MetricsConfig, flat
 from torchtrain.files import atomic_write, json_object, names_in
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import UNDOING
@@ -50,7 +51,8 @@ def grouped(line: dict[str, Any]) -> dict[str, float]:
         if name != "step" and isinstance(value, (int, float)):
             group, separator, rest = name.partition("_")
             is_grouped = separator and group in ("validation", "source", "norm", "rms", "max")
-            numbers[GROUPS.get(name, f"{group}/{rest}" if is_grouped else f"other/{name}")] = value
+            other = name if "/" in name else f"other/{name}"  # a hook's, which names its group
+            numbers[GROUPS.get(name, f"{group}/{rest}" if is_grouped else other)] = value
     return numbers
 
 
@@ -63,10 +65,15 @@ def samples_as_markdown(samples: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(f"Prompt:\n\n{block(one['prompt'])}\nText:\n\n{block(one['text'])}" for one in samples)
 
 
-def check_writers(config: MetricsConfig) -> None:
+def check_writers(config: JobConfig) -> None:
     """Raise ConfigError if the package of a writer is not installed, or its options are invalid."""
-    for name in writer_names(config):
-        METRICS_WRITERS[name].check(config.options.get(name, {}))
+    for name in writer_names(config.metrics):
+        kind: type[MetricsWriter] = METRICS_WRITERS[name]
+        kind.check(_options(kind, name, config.metrics), config)
+
+
+def _options(kind: "type[MetricsWriter]", name: str, config: MetricsConfig) -> Any:
+    return kind.read_options(config.options.get(name, {}), f"metrics.options.{name}")
 
 
 def writer_names(config: MetricsConfig) -> list[str]:
@@ -90,11 +97,11 @@ class WriterContext:
     undone: bool = False
     """Whether earlier processes have written steps after ``start_step`` that come again with other values, because the
     run resumes with options that change it. Otherwise they come again with the same values, up to rounding."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """[metrics.options.NAME] of this writer."""
+    options: Any = None
+    """[metrics.options.NAME] of this writer, an instance of its ``Options``."""
 
 
-class MetricsWriter(ABC):
+class MetricsWriter(Component, ABC):
     """Writes metrics of a run. Rank 0 has one, from the start of training to its end.
 
     An error of a method is logged, and training continues; lines are dropped until the writer works again.
@@ -103,9 +110,10 @@ class MetricsWriter(ABC):
     label: ClassVar[str]
     """A name for messages."""
 
-    @classmethod  # noqa: B027
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """Called on all ranks before training; raises ConfigError for invalid ``options`` or a missing package."""
+    @classmethod
+    def check(cls, options: Any, config: JobConfig) -> None:
+        """Called on all ranks before training; raises ConfigError for a missing package, or for ``options``, an
+        instance of ``Options``, that do not go with ``config``."""
 
     @abstractmethod
     def __init__(self, context: WriterContext) -> None:
@@ -119,13 +127,13 @@ class MetricsWriter(ABC):
         or a rollback, steps may repeat; see ``WriterContext.undone`` and ``undo``.
         """
 
-    def undo(self, step: int) -> None:  # noqa: B027
+    def undo(self, step: int) -> None:
         """Called after a rollback to ``step``: what was written of later steps does not count any more.
 
         These steps come again with other values. ``metrics.jsonl`` in the dump folder has the event already.
         """
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Called at the end of training, also after an error."""
 
 
@@ -334,8 +342,8 @@ class Writers:
         self.types: dict[str, type[MetricsWriter]] = {"metrics.jsonl": JsonLines}
         self.types |= {name: METRICS_WRITERS[name] for name in writer_names(config)}
         self.contexts = {
-            name: WriterContext(config, folder, config_toml, start_step, run, undone, config.options.get(name, {}))
-            for name in self.types
+            name: WriterContext(config, folder, config_toml, start_step, run, undone, _options(kind, name, config))
+            for name, kind in self.types.items()
         }
         self.efforts = {name: BestEffort(of.label) for name, of in self.types.items()}
         self.opened: dict[str, MetricsWriter] = {}

@@ -1,12 +1,12 @@
 """Base class of optimizers: local shards, optimizer states by parameter, and skipped updates."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchtrain.config.component import Component
 from torchtrain.config.schema import OptimizerConfig
 from torchtrain.distributed.mesh import Mesh, local
 
@@ -15,12 +15,7 @@ ParameterGroup = dict[str, Any]
 lr_factor and weight_decay. ``LRSchedule.apply`` sets lr, a plain float, before each step."""
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """Options of an optimizer that has none of its own."""
-
-
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Component, torch.optim.Optimizer):
     """Updates the parameters of some groups, which are DTensors on ``mesh``, or plain tensors.
 
     An elementwise optimizer implements ``init_state`` and ``update`` (AdamW overrides ``step`` for its fused kernel).
@@ -33,9 +28,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options: an instance of ``Options``, from [optimizer.options.NAME].
         mesh: None for plain tensors.
     """
-
-    Options: ClassVar[type] = NoOptions
-    """Dataclass of the optimizer's own options."""
 
     def __init__(self, groups: Sequence[ParameterGroup], config: OptimizerConfig, options: Any, mesh: Mesh | None):
         super().__init__(groups, {})

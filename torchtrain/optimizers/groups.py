@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torchtrain.config.parse import did_you_mean, from_toml
+from torchtrain.config.parse import did_you_mean
 from torchtrain.config.registry import OPTIMIZERS
 from torchtrain.config.schema import OptimizerConfig, ParameterGroupConfig
 from torchtrain.distributed.mesh import Mesh
@@ -82,10 +82,7 @@ def optimizers_of(config: OptimizerConfig) -> dict[str, type[ShardedOptimizer]]:
 
 def own_options(name: str, config: OptimizerConfig) -> Any:
     """[optimizer.options.NAME] as the optimizer's dataclass. Raises ConfigError for unknown keys and wrong types."""
-    table, prefix = config.options.get(name, {}), f"optimizer.options.{name}"
-    if not isinstance(table, dict):
-        raise ConfigError(f"{prefix} = {table!r} must be a table, [{prefix}]")
-    return from_toml(OPTIMIZERS[name].Options, table, f"{prefix}.")
+    return OPTIMIZERS[name].read_options(config.options.get(name, {}), f"optimizer.options.{name}")
 
 
 def check_optimizer(

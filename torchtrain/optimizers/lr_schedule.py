@@ -1,9 +1,10 @@
 """Learning rate schedule: a function of the step only, without state to save or restore."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from torchtrain.config.component import Component
 from torchtrain.config.registry import LR_SCHEDULES
 from torchtrain.config.schema import LRSchedulerConfig
 from torchtrain.optimizers.container import OptimizerContainer
@@ -29,43 +30,62 @@ class SchedulePhases:
         left = max(0, self.total + 1 - step)
         return 0.0 if left >= self.decay else 1 - left / self.decay
 
-    def decayed(self, step: int, shape: Callable[[float], float]) -> float:
-        """Factor of a decay from 1 to ``min_lr_factor``; ``shape`` maps the progress to what remains, from 1 to 0."""
-        progress = self.progress(step)
+
+class Decay(Component):
+    """The learning rate after the warm-up: an entry of ``LR_SCHEDULES``, which ``lr_scheduler.decay_type`` selects.
+
+    Args:
+        options: an instance of ``Options``, from [lr_scheduler.options].
+    """
+
+    def __init__(self, phases: SchedulePhases, options: Any) -> None:
+        self.phases, self.options = phases, options
+
+    def factor(self, step: int) -> float:
+        """The learning rate of ``step``, as a factor of the peak learning rate."""
+        progress = self.phases.progress(step)
         if progress == 0:
             return 1.0
-        return self.min_lr_factor + (1 - self.min_lr_factor) * shape(progress)
+        minimum = self.phases.min_lr_factor
+        return minimum + (1 - minimum) * self.remaining(progress)
+
+    def remaining(self, progress: float) -> float:
+        """What remains of the peak above the minimum, from 1 to 0, at a ``progress`` of the decay above 0, up to 1."""
+        raise NotImplementedError
 
 
-# Entries of ``LR_SCHEDULES``: the learning rate of a step after the warm-up, as a factor of the peak learning rate.
+class Constant(Decay):
+    def factor(self, step: int) -> float:  # noqa: ARG002
+        return 1.0
 
 
-def constant(step: int, phases: SchedulePhases) -> float:  # noqa: ARG001
-    return 1.0
+class Linear(Decay):
+    def remaining(self, progress: float) -> float:
+        return 1 - progress
 
 
-def linear(step: int, phases: SchedulePhases) -> float:
-    return phases.decayed(step, lambda progress: 1 - progress)
+class Cosine(Decay):
+    def remaining(self, progress: float) -> float:
+        return (1 + math.cos(math.pi * progress)) / 2
 
 
-def cosine(step: int, phases: SchedulePhases) -> float:
-    return phases.decayed(step, lambda progress: (1 + math.cos(math.pi * progress)) / 2)
-
-
-def sqrt(step: int, phases: SchedulePhases) -> float:
-    return phases.decayed(step, lambda progress: 1 - math.sqrt(progress))
+class Sqrt(Decay):
+    def remaining(self, progress: float) -> float:
+        return 1 - math.sqrt(progress)
 
 
 class LRSchedule:
     """Linear warm-up, a stable phase, and a decay (WSD, https://arxiv.org/abs/2404.06395).
 
     ``rate(step)`` is the learning rate of optimizer step ``step``, counted from 1. After the warm-up it is ``peak``
-    times the entry ``lr_scheduler.decay_type`` of ``LR_SCHEDULES``.
+    times the factor of the entry ``lr_scheduler.decay_type`` of ``LR_SCHEDULES``.
+
+    Raises:
+        ConfigError: the entry does not have the options in [lr_scheduler.options].
     """
 
     def __init__(self, config: LRSchedulerConfig, peak: float, training_steps: int):
         self.peak = peak
-        self.factor: Callable[[int, SchedulePhases], float] = LR_SCHEDULES[config.decay_type]
         self.start, self.initial = config.start_step, config.initial_lr
         self.total = training_steps if config.total_steps is None else config.total_steps
         length = max(0, self.total - self.start)
@@ -73,12 +93,14 @@ class LRSchedule:
         after_warmup = length - warmup
         decay = after_warmup if config.decay_ratio is None else round(length * config.decay_ratio)
         self.phases = SchedulePhases(warmup, length, min(decay, after_warmup), config.min_lr_factor)
+        kind: type[Decay] = LR_SCHEDULES[config.decay_type]
+        self.decay = kind(self.phases, kind.read_options(config.options, "lr_scheduler.options"))
 
     def rate(self, step: int) -> float:
         step -= self.start
         if self.phases.warmup and step <= self.phases.warmup:
             return self.initial + (self.peak - self.initial) * step / self.phases.warmup
-        return self.peak * self.factor(step, self.phases)
+        return self.peak * self.decay.factor(step)
 
     def apply(self, optimizer: OptimizerContainer, step: int) -> None:
         """Set the rate of ``step`` in ``optimizer``, times each group's ``lr_factor``."""

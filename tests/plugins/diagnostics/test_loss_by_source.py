@@ -17,7 +17,7 @@ from torch import Tensor
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.plugins.diagnostics import loss_by_source
@@ -56,17 +56,17 @@ def train_by_source(
             model=model,
             mesh=model.mesh,
             device=model.device,
-            metrics=SimpleNamespace(step_metrics=[]),
         )
         hook = loss_by_source(trainer)  # type: ignore[arg-type]
         assert isinstance(hook, LossBySource)
 
-        class Check(StepHook):
+        class Check(Hook):
             def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
                 losses, tokens = hook.sums
                 assert losses.sum().item() == loss.total.item()
                 assert tokens.sum().item() == loss.tokens.item()
                 found.append(hook.metrics())
+                hook.begin_interval()
 
         train_step.hooks.all += [hook, Check()]
 
@@ -90,7 +90,7 @@ def train_without(training: dict[str, Any]) -> tuple[Curve, list[float]]:
     model = build(config_of(training=training))
     losses = []
 
-    class Reference(StepHook):
+    class Reference(Hook):
         def before_step(self, step: int, batch: Batch) -> None:
             if step > 1:
                 return

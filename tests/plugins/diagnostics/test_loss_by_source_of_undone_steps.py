@@ -17,7 +17,7 @@ def record_by_source_with_a_rollback(folder: str) -> None:
     loss, unused = TokenLoss(torch.tensor(6.0), torch.tensor(2)), cast(Any, None)
     by_source = LossBySource(["samples"], unused, dist.group.WORLD, torch.device("cpu"))
     with recorder_in(folder, log_freq=4) as recorder:
-        recorder.step_metrics.append(by_source)
+        recorder.hooks.add([by_source])
 
         def record(step: int) -> None:
             by_source.sums = torch.tensor([[6.0], [2.0]], dtype=torch.float64)

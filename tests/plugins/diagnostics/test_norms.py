@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.document_mask import document_mask, document_numbers
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.diagnostics.attention_logits import logit_statistics
@@ -75,7 +75,7 @@ def reference_norms() -> list[dict[str, float]]:
     """The norms of each step by plain PyTorch, of full tensors by the names of parameters; on one rank."""
     found: list[dict[str, float]] = []
 
-    class Reference(StepHook):
+    class Reference(Hook):
         def __init__(self, train_step: TrainStep) -> None:
             self.parameters = dict(train_step.model.model_parts[0].named_parameters())
 

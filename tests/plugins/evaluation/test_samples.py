@@ -15,12 +15,12 @@ from gloo_pool import GlooPool
 from parity import TINY, build, config_of, full_weights, with_options
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.evaluation.options import EvaluationConfig
-from torchtrain.plugins.evaluation.samples import Samples, encode_prompts
+from torchtrain.plugins.evaluation.samples import Samples
 from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_padded
 
 PROMPTS = ("a", "bcd", "ef")
@@ -70,7 +70,8 @@ def sampled(parallelism: dict[str, Any], temperature: float, *, compile: bool = 
     model = build(config)
     before = torch.get_rng_state()
     samples = Samples(config, tokenizer, model)
-    texts = [text for step in (5, 6) for text in samples(step, "validation", nullcontext)["validation_samples"]]
+    found = (samples.validate(step, "validation", nullcontext) for step in (5, 6))
+    texts = [text for of_step in found for text in of_step["validation_samples"]]
     assert [text["prompt"] for text in texts] == 2 * [*PROMPTS]
     assert torch.equal(torch.get_rng_state(), before)
     return [text["text"] for text in texts]
@@ -224,4 +225,4 @@ def test_prompts_that_cannot_be_continued_are_rejected() -> None:
     long = with_options(config, evaluation={"prompts": ("abc", "a" * 9)})
     message = r"evaluation.prompts\[1\] has 10 tokens, which with evaluation.prompt_max_new_tokens = 9 .*seq_len = 16"
     with pytest.raises(ConfigError, match=message):
-        encode_prompts(long, Letters())
+        section_of(long, EvaluationConfig).encode_prompts(Letters(), long.training.seq_len)

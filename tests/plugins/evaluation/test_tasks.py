@@ -25,15 +25,15 @@ from parity import TINY, build, config_of, full_weights
 from test_evaluate import CHOICES, TASKS, evaluate, skip_slow_parts, write_tasks
 from test_samples import Letters
 
-from torchtrain.config.schema import JobConfig, ValidationConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
-from torchtrain.metrics.validation import check_validation_parts
 from torchtrain.models.llama import Transformer
 from torchtrain.plugins.evaluation.generation import Sampling
 from torchtrain.plugins.evaluation.harness import StoppedTexts, task_data_error
 from torchtrain.plugins.evaluation.options import EvaluationConfig
-from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, Tasks, TrainingHarness, load_tasks
+from torchtrain.plugins.evaluation.task_files import load_tasks
+from torchtrain.plugins.evaluation.tasks import CALLS_PER_CHECK, RequestCheck, Tasks, TrainingHarness
 
 pytest.importorskip("lm_eval")
 
@@ -321,13 +321,7 @@ def test_unknown_tasks_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "error: evaluation.tasks: far are not tasks of lm-evaluation-harness; `lm-eval ls tasks`" in found.stderr
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"need lm-evaluation-harness: pip install 'lm_eval>="):
-        check_validation_parts(
-            JobConfig(
-                validation=ValidationConfig(enable=True, path="a"),
-                plugins={"evaluation": EvaluationConfig(tasks=("b",))},
-            ),
-            Mock(),
-        )
+        EvaluationConfig(tasks=("b",)).check_run(Mock(config=JobConfig()), torch.device("cpu"))
 
 
 def test_tasks_that_cannot_be_scored_are_rejected_before_training(
@@ -345,7 +339,7 @@ def test_tasks_that_cannot_be_scored_are_rejected_before_training(
 
     def error_of(task: str) -> TorchtrainError:
         with pytest.raises(TorchtrainError) as caught:
-            load_tasks(EvaluationConfig(tasks=(task,), tasks_path=str(tmp_path)))
+            load_tasks([task], str(tmp_path))
         return caught.value
 
     for task, problem in (("unsafe", "marked as unsafe"), ("pictures", "images or sound"), ("absent", "do not exist")):

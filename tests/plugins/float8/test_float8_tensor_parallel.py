@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.check import check_layout
@@ -52,7 +52,7 @@ BFLOAT16_GATHER = {"float8": {"enable_fsdp_float8_all_gather": False}}
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 2e-2
 
 
-class GradientRecord(StepHook):
+class GradientRecord(Hook):
     """Records the full gradients of the first step."""
 
     def __init__(self, step: TrainStep):

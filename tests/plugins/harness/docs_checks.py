@@ -49,7 +49,7 @@ def check_toml(page: Path) -> None:
     from torchtrain.config.run_plan import plan_of
     from torchtrain.config.schema import JobConfig
     from torchtrain.models.spec import DecoderConfig
-    from torchtrain.trainer import resolve
+    from torchtrain.resolve import resolve
 
     sys.path[:0] = [str(Path.cwd()), str(ROOT / "scripts/families")]
     texts = blocks(page, "toml")
@@ -57,8 +57,8 @@ def check_toml(page: Path) -> None:
     write_modules(page, imports)
 
     def resolve_one(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
-        resolved, _, model, _ = resolve(own, RANKS, SavedRun(own))
-        return resolved, model
+        run = resolve(own, RANKS, SavedRun(own))
+        return run.config, run.model_config
 
     for text in texts:
         table = tomli.loads(text)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -47,7 +48,7 @@ from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
-from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, export_origin
+from torchtrain.plugins.huggingface.export import ORIGIN, export_origin, is_export_missing
 from torchtrain.plugins.huggingface.meta import config_from_meta
 from torchtrain.plugins.huggingface.options import HuggingFaceConfig
 from torchtrain.plugins.huggingface.safetensors_folder import files_by_size, write_hf_config
@@ -311,8 +312,9 @@ def test_field_unknown_to_the_export_is_an_error(
         # A run raises before it trains.
         exporting = {"huggingface": HuggingFaceConfig(export=True)}
         config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), plugins=exporting)
+        run: Any = SimpleNamespace(config=config, model_config=replace(read(tmp_path / "in"), **change))
         with pytest.raises(ConfigError, match=f"{name} = .* cannot be exported"):
-            HuggingFaceExporter().check(config, replace(read(tmp_path / "in"), **change))
+            HuggingFaceConfig(export=True).check_run(run, torch.device("cpu"))
     monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.read_hf_config", read)
     assert convert_command.main([str(tmp_path / "in"), str(tmp_path / "out")]) == 0
 
@@ -848,11 +850,11 @@ def test_changed_checkpoint_or_options_need_a_new_export(tmp_path: Path, monkeyp
     (tmp_path / "hf/config.json").write_text("{}")
     (tmp_path / ORIGIN).write_text(json.dumps(export_origin(config, 2)))
     group: Any = None
-    assert not HuggingFaceExporter().is_missing(config, 2, group)
-    assert HuggingFaceExporter().is_missing(config, 4, group)
+    assert not is_export_missing(config, 2, group)
+    assert is_export_missing(config, 4, group)
     for changes in ({"export_weights": "ema"}, {"export_dtype": "float32"}):
         changed: Any = replace(options, **changes)
-        assert HuggingFaceExporter().is_missing(replace(config, plugins={"huggingface": changed}), 2, group)
+        assert is_export_missing(replace(config, plugins={"huggingface": changed}), 2, group)
 
 
 def needs_export_from_slow_store() -> bool:
@@ -863,7 +865,7 @@ def needs_export_from_slow_store() -> bool:
     config = JobConfig(checkpoint=CheckpointConfig(enable=True, folder="s3://bucket/checkpoint"))
     group = new_gloo_group(timedelta(seconds=4))
     with patch.object(ObjectStore, "read", read):
-        return HuggingFaceExporter().is_missing(config, 2, group)
+        return is_export_missing(config, 2, group)
 
 
 def test_request_for_the_state_of_an_export_may_exceed_the_timeout_of_collectives(gloo: GlooPool) -> None:

@@ -16,7 +16,7 @@ from captured_log import captured_log
 from forkserver import free_port
 
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import MetricsConfig
+from torchtrain.config.schema import JobConfig, MetricsConfig
 from torchtrain.errors import ConfigError
 from torchtrain.metrics.writers import Writers, changes_steps, check_writers
 from torchtrain.plugins.mlflow import writer as mlflow_writer
@@ -242,7 +242,7 @@ def test_names_are_those_that_mlflow_accepts() -> None:
 )
 def test_wrong_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
-        MLflow.check(options)
+        MLflow.read_options(options, "metrics.options.mlflow")
     assert "secret" not in str(error.value)
 
 
@@ -250,4 +250,4 @@ def test_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert METRICS_WRITERS["mlflow"] is MLflow
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs the package mlflow: pip install 'mlflow>=[\d.]+'$"):
-        check_writers(MetricsConfig(writers=("mlflow",)))
+        check_writers(JobConfig(metrics=MetricsConfig(writers=("mlflow",))))

@@ -28,7 +28,7 @@ from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
 from torchtrain.datasets.token_folder import open_folder
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
-from torchtrain.plugins.huggingface.export import ORIGIN, HuggingFaceExporter, export_origin
+from torchtrain.plugins.huggingface.export import ORIGIN, export_origin, is_export_missing
 from torchtrain.plugins.object_storage import object_store
 from torchtrain.plugins.object_storage import storage as object_storage
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
@@ -624,7 +624,7 @@ def test_export_is_repeated_until_it_is_complete_in_the_bucket(tmp_path: Path) -
     checkpoint = CheckpointConfig(folder="memory://0/run/checkpoint")
     config = JobConfig(job=JobSection(dump_folder=str(tmp_path)), checkpoint=checkpoint)
     assert dist.group.WORLD is not None
-    needed = partial(HuggingFaceExporter().is_missing, config, 4, dist.group.WORLD)
+    needed = partial(is_export_missing, config, 4, dist.group.WORLD)
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/model.safetensors").write_bytes(b"weights")
     (tmp_path / "hf/config.json").write_bytes(b"{}")

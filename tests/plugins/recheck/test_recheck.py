@@ -19,17 +19,18 @@ from parity import TINY, Curve, config_of, train
 from recheck_faults import BAD_RANK, Outcome, Planter, Replay
 from torch import Tensor
 
-from torchtrain.config.registry import STEP_HOOKS
+from torchtrain.config.registry import HOOKS
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError, HardwareError
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
 from torchtrain.plugins.diagnostics.norms import NormsByLayer
 from torchtrain.plugins.recheck.hashes import CHUNK, SummandObserver, TensorHash
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.recheck.recheck import Device, Recheck, check_same_kind, members_of_batch_ranks
 from torchtrain.plugins.recheck.vote import VOTES, Verdict, contradictions, majority, vote
+from torchtrain.resolve import ResolvedRun
 from torchtrain.trainer import TrainStep
 
 SHAPE = replace(TINY, n_layers=2)
@@ -52,14 +53,14 @@ def attach(train_step: TrainStep, kind: type[Recheck] = Recheck, options: Rechec
     world = dist.group.WORLD
     assert world is not None
     hook = kind(options, train_step, world, lambda *_: None)
-    train_step.hooks.all.insert(0, hook)
+    train_step.hooks.add([hook])
     return hook
 
 
 # A run is the same with a recheck in each step, and all hooks see the same.
 
 
-class Counter(StepHook):
+class Counter(Hook):
     def __init__(self) -> None:
         self.microbatches: list[int] = []
 
@@ -236,7 +237,7 @@ def wrong_from_step(first: int) -> AbstractContextManager[None]:
     return wrong if os.environ["RANK"] == str(BAD_RANK) else nullcontext()
 
 
-class OneForward(StepHook):
+class OneForward(Hook):
     """Observes the model from the beginning of a step to its end, in which there must be one forward."""
 
     def __init__(self, trainer: Any) -> None:
@@ -255,7 +256,7 @@ class OneForward(StepHook):
 
 
 def count_forwards() -> None:
-    STEP_HOOKS.add("a hook that is made before that of recheck", OneForward)
+    HOOKS.add("a hook whose name comes before that of recheck", OneForward)
 
 
 RANKS = 4
@@ -326,12 +327,19 @@ def test_layouts_without_comparable_gradients_are_rejected(
 ) -> None:
     config = config_of(**changes)
     with pytest.raises(ConfigError, match=message):
-        EACH_STEP.check_run(config, torch.device("cpu"), degrees)
-    RecheckConfig().check_run(config, torch.device("cpu"), degrees)
+        EACH_STEP.check_run(run_of(config, degrees), torch.device("cpu"))
+    RecheckConfig().check_run(run_of(config, degrees), torch.device("cpu"))
+
+
+def run_of(config: JobConfig, degrees: ParallelDims) -> ResolvedRun:
+    unused: Any = None
+    return ResolvedRun(config, unused, unused, degrees)
 
 
 def test_gpus_need_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = partial(EACH_STEP.check_run, device=torch.device("cuda"), degrees=ParallelDims(shard=2))
+    def check(config: JobConfig) -> None:
+        EACH_STEP.check_run(run_of(config, ParallelDims(shard=2)), torch.device("cuda"))
+
     with pytest.raises(ConfigError, match=r"set training.deterministic = true"):
         check(config_of())
     deterministic = {"training": {"deterministic": True}}

@@ -17,16 +17,14 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_tokens
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchtrain import trainer
 from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, ValidationConfig
-from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.datasets.build import build_loaders
 from torchtrain.plugins.object_storage.object_store import open_file_system
 from torchtrain.plugins.remote_data import range_cache, remote_folder
 from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.remote_data.range_cache import RangeCache
 from torchtrain.plugins.remote_data.remote_files import RemoteFile, find_remote_files
 from torchtrain.plugins.remote_data.remote_folder import RemoteFolder
-from torchtrain.trainer import build_loaders
 
 ENTRY_BYTES = 4096  # on disk, of the entries of these tests
 
@@ -116,9 +114,10 @@ def test_training_and_validation_share_the_cache_of_the_config(
     )
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(trainer, "on_all_ranks", lambda function, _: function())
     group: Any = None
-    training, validation = build_loaders(config, TOKENIZER, ParallelDims(), torch.device("cpu"), group)
+    training, validation = build_loaders(
+        config, TOKENIZER, range(config.training.global_batch_size), torch.device("cpu"), group
+    )
     monkeypatch.setattr(memory, "cat_file", lambda *_, **__: pytest.fail("its head, which is all, is in the cache"))
     assert take(training, 1).shape == (1, 8, 32)
     assert take(*validation.values(), 1).shape == (1, 8, 32)

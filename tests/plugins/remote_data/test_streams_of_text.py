@@ -46,7 +46,7 @@ from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.remote_data.packed_text import PackedTextStream
 from torchtrain.plugins.remote_data.sources import HubDataset, RemoteFiles
 from torchtrain.plugins.remote_data.streamed_text import StreamedText, find_held_out
-from torchtrain.trainer import check_run
+from torchtrain.resolve import check_run
 
 SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 75))]
 READERS = 4  # which a run keeps

@@ -73,8 +73,8 @@ class Kill:
     def install(self) -> None:
         """Patch the trainer of this process."""
         import torchtrain.checkpoint.manager as manager
-        from torchtrain.config.registry import STEP_HOOKS
-        from torchtrain.metrics.step_hook import StepHook
+        from torchtrain.config.registry import HOOKS
+        from torchtrain.metrics.hooks import Hook
         from torchtrain.plugins.replicas.group import ReplicaGroup
 
         kill = self
@@ -83,7 +83,7 @@ class Kill:
         def step() -> int:
             return int(trainers[0].step) + 1 if trainers else 0
 
-        class Killer(StepHook):
+        class Killer(Hook):
             def before_microbatch(self, index: int) -> None:
                 time.sleep(kill.slow_seconds)
                 kill.now("forward", step() if index == 1 else 0)
@@ -94,8 +94,8 @@ class Kill:
             def after_update(self) -> None:
                 kill.now("after the update", step())
 
-        @STEP_HOOKS.register("killer")
-        def killer(trainer: Any) -> StepHook:
+        @HOOKS.register("killer")
+        def killer(trainer: Any) -> Hook:
             trainers.append(trainer)
             parts = trainer.optimizer.optimizers
             original_steps = [part.step for part in parts]

@@ -102,13 +102,13 @@ class BadBatch(Kill):
 
 def spoil_batch(number: int) -> None:
     """Patch this process: the gradient of this batch of the run, counted from 1, is NaN."""
-    from torchtrain.config.registry import STEP_HOOKS
+    from torchtrain.config.registry import HOOKS
     from torchtrain.distributed.mesh import local
-    from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.metrics.hooks import Hook
 
-    @STEP_HOOKS.register("spoil")
-    def spoil(trainer: Any) -> StepHook:
-        class Spoil(StepHook):
+    @HOOKS.register("spoil")
+    def spoil(trainer: Any) -> Hook:
+        class Spoil(Hook):
             def after_gradients(self) -> None:
                 if trainer.dataloader.state_dict()["rows"][0, 0] == number:
                     local(next(trainer.model.model_parts[0].parameters()).grad).fill_(math.nan)
@@ -221,27 +221,27 @@ class Flip(Kill):
         super().install()
         from recheck_faults import flip
 
-        from torchtrain.config.registry import STEP_HOOKS
+        from torchtrain.config.registry import HOOKS
         from torchtrain.distributed.mesh import local
-        from torchtrain.metrics.step_hook import StepHook
+        from torchtrain.metrics.hooks import Hook
 
-        def flip_weight(trainer: Any) -> StepHook:
-            class FlipWeight(StepHook):
+        def flip_weight(trainer: Any) -> Hook:
+            class FlipWeight(Hook):
                 def after_update(self) -> None:
                     if trainer.step == 4:  # completing step 5
                         flip(local(next(trainer.model.model_parts[0].parameters())), 3, 20)
 
             return FlipWeight()
 
-        def flip_gradient(trainer: Any) -> StepHook:
+        def flip_gradient(trainer: Any) -> Hook:
             def flipped(_: Any, __: Any, output: Any) -> None:
                 if trainer.step == 4 and os.environ["RANK"] == "1":
                     flip(output.data, 3, 20)
 
             trainer.model.model_parts[0].layers["1"].feed_forward.w2.register_forward_hook(flipped)
-            return StepHook()
+            return Hook()
 
-        STEP_HOOKS.add("flip", flip_weight if self.of == "weight" else flip_gradient)
+        HOOKS.add("flip", flip_weight if self.of == "weight" else flip_gradient)
 
 
 @pytest.mark.slow

@@ -9,8 +9,8 @@ from test_metrics import CONFIG
 from torchtrain.config.schema import JobConfig, MetricsConfig
 from torchtrain.logging import BestEffort
 from torchtrain.metrics.history import Run
+from torchtrain.metrics.hooks import RunResults
 from torchtrain.metrics.run_description import RunDescription
-from torchtrain.metrics.step_hook import RunResults
 from torchtrain.metrics.writers import TensorBoard, WriterContext
 from torchtrain.plugins.report.report import write_report
 

@@ -1041,8 +1041,7 @@ data.held_out = 1e-6
 @pytest.mark.parametrize("error", [None, FaultError("not finite")])
 def test_garbage_is_collected_again_after_training(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> None:
     """Automatically, as in the construction of the next stage's trainer."""
-    for name in ("destroy_process_group", "warn_about_checkpoints"):
-        monkeypatch.setattr(f"torchtrain.trainer.{name}", lambda *_: None)
+    monkeypatch.setattr("torchtrain.trainer.destroy_process_group", lambda: None)
     enabled = []
 
     def run_steps() -> None:
@@ -1050,10 +1049,9 @@ def test_garbage_is_collected_again_after_training(monkeypatch: pytest.MonkeyPat
         if error is not None:
             raise error
 
-    trainer = MagicMock(step=0, run_steps=run_steps, is_between_stages=True)
-    trainer.config.training.steps = 1
-    trainer.stop.agreed = trainer.stop.agree.return_value = False
-    trainer.misses_validation.return_value, trainer.missing_exports.return_value = False, []
+    trainer = MagicMock(run_steps=run_steps)
+    trainer.running = lambda: Trainer.running(trainer)
+    trainer.misses_validation.return_value = trainer.was_stopped.return_value = False
     try:
         with nullcontext() if error is None else pytest.raises(FaultError):
             assert Trainer.train(trainer) == 0

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import MetricsConfig
+from torchtrain.config.schema import JobConfig, MetricsConfig
 from torchtrain.errors import ConfigError
 from torchtrain.metrics.writers import Writers, changes_steps, check_writers
 from torchtrain.plugins.trackio.writer import Trackio
@@ -128,11 +128,11 @@ def test_run_that_could_not_be_opened_is_opened_with_the_steps_before(
 )
 def test_wrong_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Trackio.check(options)
+        Trackio.read_options(options, "metrics.options.trackio")
 
 
 def test_missing_package_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert METRICS_WRITERS["trackio"] is Trackio
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"needs the package trackio: pip install 'trackio>=[\d.]+'$"):
-        check_writers(MetricsConfig(writers=("trackio",)))
+        check_writers(JobConfig(metrics=MetricsConfig(writers=("trackio",))))

@@ -12,7 +12,7 @@ from test_metrics import CONFIG, record_steps
 
 from torchtrain.config.schema import MetricsConfig
 from torchtrain.metrics.writers import WriterContext
-from torchtrain.plugins.wandb.writer import WeightsAndBiases
+from torchtrain.plugins.wandb.writer import WandbOptions, WeightsAndBiases
 
 
 def test_wandb_logs_offline(gloo: GlooPool, tmp_path: Path) -> None:
@@ -43,6 +43,6 @@ def test_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: p
     fake = SimpleNamespace(init=lambda **options: given.append(options), Settings=lambda **_: None)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
-        WeightsAndBiases(WriterContext(MetricsConfig(), tmp_path, CONFIG, options={"project": "mine"}))
+        WeightsAndBiases(WriterContext(MetricsConfig(), tmp_path, CONFIG, options=WandbOptions(project="mine")))
     assert given[0] == given[1]
     assert (given[0]["project"], given[0]["resume"]) == ("mine", "allow")

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import CONFIG_SECTIONS, STEP_HOOKS
+from torchtrain.config.registry import CONFIG_SECTIONS, HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch, like the module of the hook
-    from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.metrics.hooks import Hook
     from torchtrain.trainer import Trainer
 
 REQUIRES = ("torchtrain.plugins.evaluation", "torchtrain.plugins.huggingface")  # --against: transformers' model
@@ -13,8 +13,8 @@ REQUIRES = ("torchtrain.plugins.evaluation", "torchtrain.plugins.huggingface")  
 CONFIG_SECTIONS.add("comparison", "torchtrain.plugins.comparison.options:ComparisonConfig")
 
 
-@STEP_HOOKS.register("fingerprints")
-def fingerprint_hook(trainer: "Trainer") -> "StepHook | None":
+@HOOKS.register("fingerprints")
+def fingerprint_hook(trainer: "Trainer") -> "Hook | None":
     """Fingerprints of the steps in ``comparison.fingerprint_steps``."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.comparison.options import ComparisonConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import BestEffort
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.context_parallel import local_sequence
@@ -18,7 +18,7 @@ from torchtrain.plugins.comparison.fingerprint_recorder import FingerprintRecord
 from torchtrain.plugins.comparison.options import ComparisonConfig
 
 
-class FingerprintHook(StepHook):
+class FingerprintHook(Hook):
     """Record fingerprints in the steps ``comparison.fingerprint_steps``, and write them to
     ``<dump folder>/fingerprints/step-N``.
 

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import CONFIG_SECTIONS, STEP_HOOKS
+from torchtrain.config.registry import CONFIG_SECTIONS, HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch, like the modules of the hooks
-    from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.metrics.hooks import Hook
     from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
     from torchtrain.trainer import Trainer
 
@@ -19,26 +19,24 @@ def _options(trainer: "Trainer") -> "DiagnosticsConfig":
     return section_of(trainer.config, DiagnosticsConfig)
 
 
-@STEP_HOOKS.register("loss_by_source")
-def loss_by_source(trainer: "Trainer") -> "StepHook | None":
+@HOOKS.register("loss_by_source")
+def loss_by_source(trainer: "Trainer") -> "Hook | None":
     """Losses by source, if ``diagnostics.enable_loss_by_source``; they are part of each written line."""
     if not _options(trainer).enable_loss_by_source:
         return None
     from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_labels
 
-    hook = LossBySource(
+    return LossBySource(
         source_labels(trainer.config.data),
         trainer.model.loss,
         trainer.mesh.loss.get_group(),
         trainer.device,
         trainer.mesh.replicas,
     )
-    trainer.metrics.step_metrics.append(hook)
-    return hook
 
 
-@STEP_HOOKS.register("norms")
-def norms_by_layer(trainer: "Trainer") -> "StepHook | None":
+@HOOKS.register("norms")
+def norms_by_layer(trainer: "Trainer") -> "Hook | None":
     """Norms every ``diagnostics.norms_freq`` steps; the report of a bad step then names the first unusual layer."""
     norms_freq = _options(trainer).norms_freq
     if not norms_freq:
@@ -56,8 +54,8 @@ def norms_by_layer(trainer: "Trainer") -> "StepHook | None":
     return hook
 
 
-@STEP_HOOKS.register("stragglers")
-def slow_ranks(trainer: "Trainer") -> "StepHook | None":
+@HOOKS.register("stragglers")
+def slow_ranks(trainer: "Trainer") -> "Hook | None":
     """Slow ranks, every ``diagnostics.straggler_freq`` steps."""
     options = _options(trainer)
     if not options.straggler_freq or trainer.gloo_group.size() == 1:

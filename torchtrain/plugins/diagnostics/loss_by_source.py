@@ -7,7 +7,7 @@ from torch import Tensor
 from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.replicas import Replicas
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import OutputLoss, TokenLoss
 
 
@@ -20,7 +20,7 @@ def source_labels(config: DataConfig) -> list[str]:
     ]
 
 
-class LossBySource(StepHook):
+class LossBySource(Hook):
     """Sums losses and tokens by the source of each row, over the steps from one line of metrics to the next.
 
     All tokens of a row are from one source. The sums over all sources are exactly the loss of the step, because losses
@@ -69,8 +69,7 @@ class LossBySource(StepHook):
     def after_step(self, step: int, batch: Batch, loss: TokenLoss, grad_norm: Tensor) -> None:  # noqa: ARG002
         self.sums_since_line += torch.where(self.sums[0].isfinite(), self.sums, 0.0)
 
-    def restart(self) -> None:
-        """Forget the steps since the last call of ``metrics``, some of which a rollback has undone."""
+    def begin_interval(self) -> None:
         self.sums_since_line = torch.zeros_like(self.sums)
 
     def metrics(self) -> dict[str, float]:
@@ -78,8 +77,7 @@ class LossBySource(StepHook):
 
         A source without tokens has no loss.
         """
-        sums = self.sums_since_line
-        self.restart()
+        sums = self.sums_since_line.clone()
         dist.all_reduce(sums, group=self.group)
         found: dict[str, float] = {}
         total, all_tokens = sums.sum(dim=1).tolist()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.agreement import gather_from_all_ranks
 from torchtrain.distributed.mesh import local
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.models.parameters import full_name
 from torchtrain.optimizers.clipping import is_first_replica
@@ -30,7 +30,7 @@ def layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
 
 
-class NormsByLayer(StepHook):
+class NormsByLayer(Hook):
     """Every ``freq`` steps, computes the L2 norms of each layer's gradient, weights and update, on any layout.
 
     The gradient is that before clipping, the weights are those after the update. Such a step holds a copy of this

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.logging import logger
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.plugins.diagnostics.options import DiagnosticsConfig
 
 PROBE_SIZE = {"cpu": 256, "cuda": 4096}
@@ -28,7 +28,7 @@ MIN_SHARE_OF_STEP = 0.05
 
 
 @dataclass(eq=False)
-class StragglerWatch(StepHook):
+class StragglerWatch(Hook):
     """Finds ranks that are slower than others.
 
     Every ``straggler_freq`` steps the times of all ranks are gathered asynchronously. In the next step, rank 0 calls

@@ -1,9 +1,39 @@
 """Plugin: evaluate and generate, from checkpoints (docs/using.md) and during training (docs/watching.md)."""
 
-from torchtrain.config.registry import CONFIG_SECTIONS, VALIDATION_PARTS
+from typing import TYPE_CHECKING
+
+from torchtrain.config.registry import CONFIG_SECTIONS, HOOKS
+
+if TYPE_CHECKING:  # imports PyTorch
+    from torchtrain.metrics.hooks import Hook
+    from torchtrain.trainer import Trainer
 
 REQUIRES = ("torchtrain.plugins.huggingface",)  # special tokens of its folders
 
 CONFIG_SECTIONS.add("evaluation", "torchtrain.plugins.evaluation.options:EvaluationConfig")
-VALIDATION_PARTS.add("samples", "torchtrain.plugins.evaluation.validation_parts:SamplesFactory")
-VALIDATION_PARTS.add("tasks", "torchtrain.plugins.evaluation.validation_parts:TasksFactory")
+
+
+@HOOKS.register("samples")
+def samples(trainer: "Trainer") -> "Hook | None":
+    """Texts that the model generates for ``evaluation.prompts``, at each validation."""
+    from torchtrain.config.schema import section_of
+    from torchtrain.plugins.evaluation.options import EvaluationConfig
+
+    if not section_of(trainer.config, EvaluationConfig).prompts:
+        return None
+    from torchtrain.plugins.evaluation.samples import Samples
+
+    return Samples(trainer.config, trainer.tokenizer, trainer.model)
+
+
+@HOOKS.register("tasks")
+def tasks(trainer: "Trainer") -> "Hook | None":
+    """Scores of ``evaluation.tasks``, of lm-evaluation-harness, at each validation."""
+    from torchtrain.config.schema import section_of
+    from torchtrain.plugins.evaluation.options import EvaluationConfig
+
+    if not section_of(trainer.config, EvaluationConfig).tasks:
+        return None
+    from torchtrain.plugins.evaluation.tasks import Tasks  # imports lm-evaluation-harness
+
+    return Tasks(trainer.config, trainer.tokenizer, trainer.model, trainer.gloo_group)

@@ -1,14 +1,12 @@
 """Tasks of EleutherAI's lm-evaluation-harness, scored on the model under training (``evaluation.tasks``)."""
 
 import io
-import random
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, redirect_stderr
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,18 +15,18 @@ from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import on_all_ranks
 from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
+from torchtrain.metrics.hooks import Hook, Watched
 from torchtrain.parallelisms.parallel_model import ParallelModel
 from torchtrain.plugins.evaluation.generation import Sampling
 from torchtrain.plugins.evaluation.harness import (
     HarnessBase,
     StoppedTexts,
     infinite_perplexities,
-    task_data_error,
 )
 from torchtrain.plugins.evaluation.options import EvaluationConfig
+from torchtrain.plugins.evaluation.task_files import load_tasks, same_random_numbers
 from torchtrain.plugins.evaluation.training_logits import TrainingLogits, right_padded
 
-SEEDS = (0, 1234, 1234)  # of random, NumPy and torch: the harness's own defaults
 FEWSHOT_SEED = 1234
 CALLS_PER_CHECK = 100  # documents and texts between two checks for a stop, in a few milliseconds
 
@@ -36,7 +34,7 @@ CALLS_PER_CHECK = 100  # documents and texts between two checks for a stop, in a
 class TrainingHarness(HarnessBase):
     """The model under training as a model of the harness; requests are divided among data-parallel ranks."""
 
-    watched: Callable[[], AbstractContextManager[None]]
+    watched: Watched
     """Context of each part of the work, such as a forward; set for each validation."""
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer, model: ParallelModel) -> None:
@@ -154,8 +152,8 @@ class RequestCheck(TrainingHarness):
                 raise ConfigError(f"evaluation.tasks: {name}: {error}") from None
 
 
-class Tasks:
-    """A part of validation: scores the tasks as ``python -m torchtrain.evaluate`` scores a checkpoint of the step."""
+class Tasks(Hook):
+    """At each validation, scores the tasks as ``python -m torchtrain.evaluate`` scores a checkpoint of the step."""
 
     def __init__(self, config: JobConfig, tokenizer: Tokenizer, model: ParallelModel, group: dist.ProcessGroup) -> None:
         """Load the tasks and their data. Collective over ``group``.
@@ -167,14 +165,14 @@ class Tasks:
         """
         self.config = section_of(config, EvaluationConfig)
         self.harness = TrainingHarness(config, tokenizer, model)
-        self.loaded = on_all_ranks(lambda: load_tasks(section_of(config, EvaluationConfig)), group)
+        self.loaded = on_all_ranks(lambda: load_tasks(self.config.tasks, self.config.tasks_path), group)
         limit = self.config.tasks_limit or None
         with same_random_numbers(model.device), redirect_stderr(io.StringIO()):
             check = RequestCheck(config, tokenizer, model)
             on_all_ranks(lambda: check.check(self.loaded["tasks"], limit), group)
 
-    def __call__(self, step: int, prefix: str, watched: Callable[[], AbstractContextManager[None]]) -> dict[str, float]:
-        """Score after ``step``; returns ``{prefix}_task_{task}_{metric}``. Collective."""
+    def validate(self, step: int, prefix: str, watched: Watched) -> dict[str, float]:
+        """Score after ``step``; returns ``{prefix}_task_{task}_{metric}``."""
         from lm_eval.evaluator import evaluate
 
         logger.info("scoring %s after step %d", ", ".join(self.config.tasks), step)
@@ -208,50 +206,3 @@ def metric_name(key: str) -> str:
     """``acc`` for the harness's ``acc,none``; with a filter, ``exact_match_strict-match``."""
     metric, _, filtered = key.partition(",")
     return metric if filtered == "none" else f"{metric}_{filtered}"
-
-
-def load_tasks(config: EvaluationConfig) -> Any:
-    """The tasks of ``evaluation.tasks`` with their data, as the harness's ``simple_evaluate`` prepares them."""
-    from lm_eval.tasks import TaskManager
-
-    try:
-        # Some tasks draw random numbers when they are loaded, such as the order of answers.
-        with redirect_stderr(io.StringIO()), same_random_numbers(torch.device("cpu")):
-            manager = TaskManager(include_path=config.tasks_path or None)
-            unknown = [task for task in config.tasks if task not in manager.all_tasks]
-            if unknown:
-                raise ConfigError(
-                    f"evaluation.tasks: {', '.join(unknown)} are not tasks of lm-evaluation-harness; `lm-eval ls "
-                    "tasks` lists all, and evaluation.tasks_path names a folder with tasks of your own"
-                )
-            loaded = manager.load(list(config.tasks))
-    except OSError as error:  # of the hub, or a file of the data
-        raise task_data_error(error, "evaluation.tasks") from None
-    for name, task in loaded["tasks"].items():  # otherwise the harness rejects them at the first validation
-        if getattr(task, "UNSAFE_CODE", False):
-            raise ConfigError(
-                f"evaluation.tasks: {name} is marked as unsafe, because it runs code that the model writes; score a "
-                "checkpoint with torchtrain.evaluate --confirm_run_unsafe_code"
-            )
-        if getattr(task, "MULTIMODAL", False):
-            raise ConfigError(f"evaluation.tasks: {name} has images or sound, and the model reads only text; remove it")
-    for task in loaded["tasks"].values():
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-    return loaded
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Seed all random numbers as the harness does, and restore their states afterwards."""
-    states = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        random.seed(SEEDS[0])
-        np.random.seed(SEEDS[1])
-        torch.manual_seed(SEEDS[2])
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

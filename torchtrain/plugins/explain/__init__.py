@@ -3,7 +3,7 @@
 import shlex
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import STEP_HOOKS
+from torchtrain.config.registry import HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch
     from torchtrain.trainer import Trainer
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # imports PyTorch
 REQUIRES = ("torchtrain.plugins.report",)  # which a replay does not write
 
 
-@STEP_HOOKS.register("explain")
+@HOOKS.register("explain")
 def command_in_report(trainer: "Trainer") -> None:
     """The report of a bad step ends with the command that lists its documents. It needs no hook of its own."""
     run = shlex.quote(trainer.config.job.dump_folder)

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import CONFIG_SECTIONS, EXPORTERS, WEIGHT_FORMATS
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.registry import CONFIG_SECTIONS, HOOKS, WEIGHT_FORMATS
 
 if TYPE_CHECKING:  # imports PyTorch
-    from torchtrain.checkpoint.other_formats import Exporter
+    from torchtrain.metrics.hooks import Hook
+    from torchtrain.trainer import Trainer
 
 REQUIRES = ("torchtrain.plugins.object_storage",)  # the target of a conversion may be in a bucket
 
@@ -14,14 +14,14 @@ CONFIG_SECTIONS.add("huggingface", "torchtrain.plugins.huggingface.options:Huggi
 WEIGHT_FORMATS.add("huggingface", "torchtrain.plugins.huggingface.safetensors_folder:HUGGING_FACE_FOLDER")
 
 
-@EXPORTERS.register("huggingface")
-def exporter(config: JobConfig) -> "Exporter | None":
+@HOOKS.register("huggingface")
+def export(trainer: "Trainer") -> "Hook | None":
     """The export at the end of a run, if ``huggingface.export``."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.huggingface.options import HuggingFaceConfig
 
-    if not section_of(config, HuggingFaceConfig).export:
+    if not section_of(trainer.config, HuggingFaceConfig).export:
         return None
-    from torchtrain.plugins.huggingface.export import HuggingFaceExporter
+    from torchtrain.plugins.huggingface.export import HuggingFaceExport
 
-    return HuggingFaceExporter()
+    return HuggingFaceExport(trainer)

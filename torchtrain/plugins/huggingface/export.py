@@ -6,62 +6,40 @@ from pathlib import Path
 import torch.distributed as dist
 import xxhash
 
-from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.storage import MANIFEST, checkpoint_storage
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.agreement import on_rank0
 from torchtrain.distributed.process_group import set_timeout
-from torchtrain.errors import ConfigError
-from torchtrain.files import MISSING, atomic_write, json_object, read_file, require_folder
+from torchtrain.files import MISSING, atomic_write, json_object, read_file
 from torchtrain.logging import BestEffort, logger
-from torchtrain.models.spec import DecoderConfig
+from torchtrain.metrics.hooks import Hook
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
 from torchtrain.plugins.huggingface.options import HuggingFaceConfig
-from torchtrain.plugins.huggingface.safetensors_folder import require_exportable, save_hf
+from torchtrain.plugins.huggingface.safetensors_folder import save_hf
+from torchtrain.trainer import Trainer
 
 ORIGIN = "hf_made_from.json"  # beside hf/, whose files depend only on the weights
 EXPORT_SECONDS = 3600  # for which the other ranks wait while rank 0 consolidates the files
 
 
-class HuggingFaceExporter(Exporter):
+class HuggingFaceExport(Hook):
     """``huggingface.export``."""
 
-    def check(self, config: JobConfig, model: DecoderConfig) -> None:
-        folder = Path(config.job.dump_folder) / "hf"
-        if folder.is_symlink():
-            raise ConfigError(
-                f"{folder} is a link, and huggingface.export writes a folder of that name: remove or rename "
-                "the link, or name another job.dump_folder"
-            )
-        if folder.exists():
-            require_folder(folder, f"{folder}, in whose place huggingface.export writes the export,")
-        require_exportable(model, _options(config).export_dtype)
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
 
-    def is_missing(self, config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
-        """Whether ``hf/`` is missing, or was exported from a checkpoint other than that of ``step``, or with other
-        options. It may exceed the timeout of ``group``, because requests to a store are retried."""
+    def misses_export(self, step: int) -> bool:
+        return is_export_missing(self.trainer.config_of_run(), step, self.trainer.gloo_group)
 
-        def is_outdated() -> bool:
-            folder = Path(config.job.dump_folder)
-            try:
-                origin = checkpoint_storage(config).read_export_origin()
-                if origin is None:
-                    read_file(folder / "hf" / CONFIG_FILE)
-                    origin = read_file(folder / ORIGIN)
-            except MISSING:
-                return True
-            made_from = json_object(origin)
-            return made_from is None or made_from != export_origin(config, step)
-
-        return not config.checkpoint.enable or on_rank0(is_outdated, group)
-
-    def export(self, config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:
+    def export(self, step: int) -> None:
+        config = self.trainer.config_of_run()
         folder = Path(config.job.dump_folder) / "hf"
         set_timeout(EXPORT_SECONDS)
-        weights = checkpoint.states[STATES[_options(config).export_weights]].state_dict()
-        save_hf(weights, folder, model, _options(config).export_dtype, config.model.tokenizer_path, replace_old=True)
+        options = _options(config)
+        weights = self.trainer.checkpointer.states[STATES[options.export_weights]].state_dict()
+        model, tokenizer = self.trainer.model_config, config.model.tokenizer_path
+        save_hf(weights, folder, model, options.export_dtype, tokenizer, replace_old=True)
         logger.info("wrote %s", folder)
         if dist.get_rank() == 0 and config.checkpoint.enable:
             origin = json.dumps(export_origin(config, step)).encode()
@@ -73,6 +51,27 @@ class HuggingFaceExporter(Exporter):
                 atomic_write(folder.with_name(ORIGIN)) as file,
             ):  # else it is exported again
                 file.write(origin)
+
+
+def is_export_missing(config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
+    """Whether ``hf/`` is missing, or was exported from a checkpoint other than that of ``step``, or with other options.
+
+    Collective over the gloo ``group``, whose timeout it may exceed, because requests to a store are retried.
+    """
+
+    def is_outdated() -> bool:
+        folder = Path(config.job.dump_folder)
+        try:
+            origin = checkpoint_storage(config).read_export_origin()
+            if origin is None:
+                read_file(folder / "hf" / CONFIG_FILE)
+                origin = read_file(folder / ORIGIN)
+        except MISSING:
+            return True
+        made_from = json_object(origin)
+        return made_from is None or made_from != export_origin(config, step)
+
+    return not config.checkpoint.enable or on_rank0(is_outdated, group)
 
 
 def _options(config: JobConfig) -> HuggingFaceConfig:

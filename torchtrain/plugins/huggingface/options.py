@@ -1,9 +1,17 @@
 """The section [huggingface]."""
 
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 from torchtrain.config.schema import JobConfig, Section, require
+from torchtrain.errors import ConfigError
+from torchtrain.files import require_folder
+
+if TYPE_CHECKING:  # imports PyTorch
+    import torch
+
+    from torchtrain.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -24,3 +32,18 @@ class HuggingFaceConfig(Section, name="huggingface"):
             config.ema.enable or self.export_weights == "trained",
             f"huggingface.export_weights = {self.export_weights!r} needs averaged weights: set ema.enable = true",
         )
+
+    def check_run(self, run: "ResolvedRun", device: "torch.device") -> None:  # noqa: ARG002
+        if not self.export:
+            return
+        from torchtrain.plugins.huggingface.safetensors_folder import require_exportable  # imports PyTorch
+
+        folder = Path(run.config.job.dump_folder) / "hf"
+        if folder.is_symlink():
+            raise ConfigError(
+                f"{folder} is a link, and huggingface.export writes a folder of that name: remove or rename "
+                "the link, or name another job.dump_folder"
+            )
+        if folder.exists():
+            require_folder(folder, f"{folder}, in whose place huggingface.export writes the export,")
+        require_exportable(run.model_config, self.export_dtype)

@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import Section, require
+from torchtrain.config.schema import JobConfig, Section, require
 from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import read_run
@@ -54,11 +53,6 @@ class MLflowOptions(Section, name="metrics.options.mlflow"):
         )
 
 
-def own_options(table: Mapping[str, Any]) -> MLflowOptions:
-    """The options in ``table``. Raises ConfigError for unknown keys and wrong types."""
-    return from_toml(MLflowOptions, dict(table), "metrics.options.mlflow.")
-
-
 class MLflow(MetricsWriter):
     """MLflow. A resumed run continues its MLflow run, which is found by a tag with the id of the run.
 
@@ -70,10 +64,10 @@ class MLflow(MetricsWriter):
     """
 
     label = "MLflow"
+    Options = MLflowOptions
 
     @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        own_options(options)
+    def check(cls, options: MLflowOptions, config: JobConfig) -> None:  # noqa: ARG003
         if importlib.util.find_spec("mlflow") is None:
             command = install_command("mlflow", with_constraints=False)  # it requires other versions
             raise ConfigError(f"metrics.writers = ['mlflow'] needs the package mlflow: {command}")
@@ -130,7 +124,7 @@ class _Sender:
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
-        self.options = own_options(context.options)
+        self.options = context.options
         values = hyperparameters(context.config_toml).items()
         self.parameters = {name: str(value)[:LONGEST_PARAMETER] for name, value in values}
         self.client: Any = None

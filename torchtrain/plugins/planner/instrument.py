@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from torchtrain.distributed.mesh import local
-from torchtrain.metrics.step_hook import StepHook
+from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import OutputLoss
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
 from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
 
 
-class RecorderHook(StepHook):
+class RecorderHook(Hook):
     """Step hook that marks the beginning of each microbatch and of the optimizer's update in ``recorder``."""
 
     def __init__(self, recorder: StepRecorder) -> None:

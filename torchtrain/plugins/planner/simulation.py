@@ -24,7 +24,7 @@ from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
-from torchtrain.metrics.step_hook import StepHooks
+from torchtrain.metrics.hooks import Hooks
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
@@ -252,7 +252,7 @@ def simulate_steps(
         max_norm=config.training.max_norm,
         wait_for_copies=lambda: None,
         ema=ema,
-        hooks=StepHooks(RecorderHook(recorder)),
+        hooks=Hooks(RecorderHook(recorder)),
     )
     recorder.categorize(parameters, "parameters")
     if ema is not None:

@@ -4,13 +4,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torchtrain.config.schema import CountOrZero, JobConfig, Section, option_of_plugin
+from torchtrain.config.schema import CountOrZero, Section, option_of_plugin
 from torchtrain.errors import ConfigError
 
 if TYPE_CHECKING:  # imports PyTorch
     import torch
 
-    from torchtrain.distributed.mesh import ParallelDims
+    from torchtrain.resolve import ResolvedRun
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,10 @@ class RecheckConfig(Section, name="recheck"):
     """What to do when a check finds different bits. warn: log a warning, record an event in metrics.jsonl, and
     continue. stop: end the run before the update of that step, with exit code 70."""
 
-    def check_run(self, config: JobConfig, device: "torch.device", degrees: "ParallelDims") -> None:
+    def check_run(self, run: "ResolvedRun", device: "torch.device") -> None:
         if not self.interval:
             return
+        config, degrees = run.config, run.parallel_dims
         if degrees.batch < 2 and option_of_plugin(config, "replicas.lighthouse"):
             return  # only the states of the replicas are compared
         given = f"recheck.interval = {self.interval} compares the gradients of the same microbatch on several ranks"

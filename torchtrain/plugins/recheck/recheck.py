@@ -22,7 +22,7 @@ from torchtrain.distributed.process_group import all_reduce
 from torchtrain.errors import ConfigError, HardwareError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
-from torchtrain.metrics.step_hook import RunResults, StepHook
+from torchtrain.metrics.hooks import Hook, RunResults
 from torchtrain.models.parameters import full_name
 from torchtrain.plugins.recheck.hashes import (
     Hashes,
@@ -60,8 +60,8 @@ class Device:
         return cls(socket.gethostname(), name, f"{model}, torch {torch.__version__}")
 
 
-class Recheck(StepHook):
-    """Checks all ranks every ``options.interval`` steps. It must be the first hook of ``train_step``.
+class Recheck(Hook):
+    """Checks all ranks every ``options.interval`` steps.
 
     A data-parallel rank is named with all its ranks, such as those of a tensor-parallel group: an error of one of them
     reaches the others by their collectives. Of HSDP's replicas, also the weights, optimizer states and gradients of the
@@ -75,6 +75,9 @@ class Recheck(StepHook):
     Raises:
         ConfigError: the devices are of several models, or the versions of PyTorch differ.
     """
+
+    is_first = True
+    """No other hook has begun to observe the step when a microbatch is repeated."""
 
     def __init__(
         self,

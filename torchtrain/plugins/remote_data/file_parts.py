@@ -6,13 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from torchtrain.datasets.file_formats import (
-    LARGEST_TEXT_FILE_BYTES,
-    OnMalformed,
-    is_splittable,
-    kind_of,
-    position_of,
-)
+from torchtrain.datasets.builtin_formats import LARGEST_TEXT_FILE_BYTES
+from torchtrain.datasets.file_formats import OnMalformed, is_splittable, kind_of, position_of
 from torchtrain.datasets.text_input import InputFile, Split, read_split
 from torchtrain.errors import DataError, TorchtrainError
 

@@ -27,7 +27,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
 from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.data_identity import DataFile, FileTable, Identity
 from torchtrain.datasets.data_source import SourceContext
-from torchtrain.datasets.file_formats import SUFFIXES, kind_of
+from torchtrain.datasets.file_formats import kind_of, suffixes
 from torchtrain.datasets.local_files import identity_and_key
 from torchtrain.datasets.text_input import PAUSES_SECONDS, InputFile, LocalFile, TextFiles
 from torchtrain.errors import DataError, StorageError, TorchtrainError
@@ -200,7 +200,7 @@ def _list_files(source: SourceConfig, label: str) -> HubFiles:
         raise DataError(f"{label} has no such split; there are {', '.join(map(str, data_files)) or 'none'}")
     urls = [str(url) for url in data_files[source.split]]
     if bad := [url for url in urls if not kind_of(url)[0]]:
-        raise DataError(f"{label}: {bad[0]} cannot be read, only {SUFFIXES}")
+        raise DataError(f"{label}: {bad[0]} cannot be read, only {suffixes()}")
     return [(url, size) for url, size in zip(urls, map(xgetsize, urls), strict=True) if size]
 
 

@@ -12,7 +12,7 @@ import xxhash
 from fsspec.caching import BlockCache
 
 from torchtrain.datasets.data_identity import HASH_DIGITS, DataFile, FileTable, Identity, shortened
-from torchtrain.datasets.file_formats import SUFFIXES, NotUTF8Error, kind_of
+from torchtrain.datasets.file_formats import NotUTF8Error, kind_of, suffixes
 from torchtrain.datasets.local_files import identify
 from torchtrain.datasets.text_input import InputFile, Split, read_split
 from torchtrain.datasets.token_folder import MANIFEST, UNFINISHED
@@ -116,7 +116,7 @@ def find_remote_files(paths: Sequence[str], label: str, option: str) -> list[Lis
         raise DataError(f"{label} mixes URLs of several file systems; give each a table [[data.sources]]")
     files = list({file.url: file for path in paths for file in _find(path, label, option)}.values())
     if bad := [file.name for file in files if not kind_of(file.name)[0]]:
-        raise DataError(f"{label}: {bad[0]} must end in one of {SUFFIXES}")
+        raise DataError(f"{label}: {bad[0]} must end in one of {suffixes()}")
     if not files:
         raise DataError(f"{label} has no documents")
     return files
@@ -174,7 +174,7 @@ def _data_files_of_folder(names: Sequence[str], path: str, url: str, label: str)
     kinds = {name: kind_of(name)[0] for name in names if "/." not in name.strip("/")[prefix:]}
     files = [name for name, kind in kinds.items() if kind]
     if not files:
-        raise DataError(f"{label} is a folder without data files; they must end in one of {SUFFIXES}")
+        raise DataError(f"{label} is a folder without data files; they must end in one of {suffixes()}")
     if descriptions := [name for name in files if kinds[name] == "md"]:
         others = [name for name in files if kinds[name] != "md"]
         if others:

@@ -45,3 +45,7 @@ class ReplicasConfig(Section, name="replicas"):
         """``id``, or what SLURM or Kubernetes gives; empty if there is neither."""
         given = (os.environ.get(name, "") for name in ("SLURM_ARRAY_TASK_ID", "JOB_COMPLETION_INDEX"))
         return self.id or next(filter(None, given), "")
+
+    @property
+    def trainer(self) -> str:
+        return "torchtrain.plugins.replicas.trainer:ReplicaTrainer" if self.lighthouse else ""

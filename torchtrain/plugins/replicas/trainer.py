@@ -12,7 +12,6 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.other_formats import Exporter
 from torchtrain.checkpoint.outputs import restore_outputs
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import flatten
@@ -28,6 +27,7 @@ from torchtrain.errors import CheckpointError, HardwareError, StoppedError, Stor
 from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import BestEffort, logger
+from torchtrain.metrics.hooks import Hook
 from torchtrain.metrics.recorder import MetricsRecorder
 from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss
@@ -580,7 +580,7 @@ class ReplicaTrainer(Trainer):
         self.step_check.reset()
         self.metrics.undo(self.step)
 
-    def missing_exports(self) -> list[Exporter]:
+    def missing_exports(self) -> list[Hook]:
         return super().missing_exports() if self.group.is_leader else []
 
 

@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import CONFIG_SECTIONS, STEP_HOOKS
+from torchtrain.config.registry import CONFIG_SECTIONS, HOOKS
 
 if TYPE_CHECKING:  # imports PyTorch
-    from torchtrain.metrics.step_hook import StepHook
+    from torchtrain.metrics.hooks import Hook
     from torchtrain.trainer import Trainer
 
 CONFIG_SECTIONS.add("report", "torchtrain.plugins.report.options:ReportConfig")
 
 
-@STEP_HOOKS.register("report")
-def report(trainer: "Trainer") -> "StepHook | None":
+@HOOKS.register("report")
+def report(trainer: "Trainer") -> "Hook | None":
     """The report, if ``report.enable``."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.report.options import ReportConfig

@@ -7,13 +7,13 @@ from pathlib import Path
 from torchtrain.config.run_plan import plan_of
 from torchtrain.files import atomic_write
 from torchtrain.logging import BestEffort
-from torchtrain.metrics.step_hook import RunResults, StepHook
+from torchtrain.metrics.hooks import Hook, RunResults
 from torchtrain.metrics.writers import samples_as_markdown
 
 REPORT, CURVES = "report.md", "curves.png"
 
 
-class ReportWriter(StepHook):
+class ReportWriter(Hook):
     """Writes the report when the run is complete, and if checkpoints are in a bucket, after each save."""
 
     kept_files = (REPORT, CURVES)

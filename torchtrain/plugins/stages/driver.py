@@ -30,13 +30,13 @@ from torchtrain.distributed.process_group import Rendezvous, destroy_process_gro
 from torchtrain.errors import CheckpointError, ConfigError, DataError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
-from torchtrain.metrics.validation import check_data_of_validation_parts
 from torchtrain.metrics.writers import has_validation
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.plugins.stages.configs import batch_schedule, nested, set_options, stage_configs
 from torchtrain.plugins.stages.table import in_columns
-from torchtrain.trainer import Trainer, check_config, resolve, with_pinned_data
+from torchtrain.resolve import check_config, resolve, with_pinned_data
+from torchtrain.trainer import Trainer
 
 Resolve = Callable[[JobConfig], tuple[JobConfig, DecoderConfig]]
 Build = Callable[[JobConfig, Rendezvous, StopRequest, HeldLease], Trainer]
@@ -202,9 +202,9 @@ def train_in_stages(config: JobConfig, build: Build) -> int:
     saved = SavedRun(config)
 
     def resolve_and_check(own: JobConfig) -> tuple[JobConfig, DecoderConfig]:
-        own, tokenizer, model_config, dims = resolve(own, world_size(), saved)
-        check_config(own, device, dims, model_config, tokenizer, saved)
-        return own, model_config
+        run = resolve(own, world_size(), saved)
+        check_config(run, device, saved)
+        return run.config, run.model_config
 
     stages = resolve_stages(config, resolve_and_check)
     rendezvous, held = Rendezvous(config.comm.init_timeout_seconds), HeldLease()
@@ -313,7 +313,8 @@ def open_data_of_later_stages(stages: Sequence[JobConfig], trainer: Trainer) -> 
     def check() -> None:
         for own in stages[1:]:
             with _naming(own):
-                check_data_of_validation_parts(own)
+                for section in own.plugins.values():
+                    section.check_data()
         for own, config, source in held_out:
             with _naming(own):
                 source.part(config.held_out, held_out=True, section="data")

@@ -3,13 +3,11 @@
 import importlib.util
 import io
 import uuid
-from collections.abc import Mapping
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import Section, require
+from torchtrain.config.schema import JobConfig, Section, require
 from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.files import atomic_write
 from torchtrain.logging import logger
@@ -37,11 +35,6 @@ class TrackioOptions(Section, name="metrics.options.trackio"):
         require(self.project != "", 'metrics.options.trackio.project = "" must be a name')
 
 
-def own_options(table: Mapping[str, Any]) -> TrackioOptions:
-    """The options in ``table``. Raises ConfigError for unknown keys and wrong types."""
-    return from_toml(TrackioOptions, dict(table), "metrics.options.trackio.")
-
-
 class Trackio(MetricsWriter):
     """Trackio. A resumed run continues its Trackio run, whose name is stored in the dump folder.
 
@@ -50,10 +43,10 @@ class Trackio(MetricsWriter):
     """
 
     label = "Trackio"
+    Options = TrackioOptions
 
     @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        own_options(options)
+    def check(cls, options: TrackioOptions, config: JobConfig) -> None:  # noqa: ARG003
         if importlib.util.find_spec("trackio") is None:
             command = install_command("trackio", with_constraints=False)  # it requires other versions
             raise ConfigError(f"metrics.writers = ['trackio'] needs the package trackio: {command}")
@@ -76,7 +69,7 @@ class Trackio(MetricsWriter):
         """Continue the Trackio run ``name``, or begin it, and store its name."""
         import trackio
 
-        options, folder = own_options(self.context.options), self.context.folder
+        options, folder = self.context.options, self.context.folder
         with redirect_stdout(io.StringIO()):
             self.run = trackio.init(
                 project=options.project,

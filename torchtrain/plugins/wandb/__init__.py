@@ -2,26 +2,26 @@
 
 from typing import TYPE_CHECKING
 
-from torchtrain.config.registry import EXPORTERS, METRICS_WRITERS
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.registry import HOOKS, METRICS_WRITERS
 
 if TYPE_CHECKING:  # imports PyTorch
-    from torchtrain.checkpoint.other_formats import Exporter
+    from torchtrain.metrics.hooks import Hook
+    from torchtrain.trainer import Trainer
 
 REQUIRES = ("torchtrain.plugins.huggingface",)  # the export that is an artifact
 
 METRICS_WRITERS.add("wandb", "torchtrain.plugins.wandb.writer:WeightsAndBiases")
 
 
-@EXPORTERS.register("wandb")  # after that of Hugging Face, whose name comes first
-def exporter(config: JobConfig) -> "Exporter | None":
+@HOOKS.register("wandb")  # after that of Hugging Face, whose name comes first
+def artifact(trainer: "Trainer") -> "Hook | None":
     """The artifact of the export, if ``log_export`` in [metrics.options.wandb]."""
-    if "wandb" not in config.metrics.writers:
+    if "wandb" not in trainer.config.metrics.writers:
         return None
-    from torchtrain.plugins.wandb.writer import own_options
+    from torchtrain.plugins.wandb.writer import options_of
 
-    if not own_options(config.metrics.options.get("wandb", {})).log_export:
+    if not options_of(trainer.config).log_export:
         return None
     from torchtrain.plugins.wandb.artifact import ExportArtifact
 
-    return ExportArtifact()
+    return ExportArtifact(trainer)

@@ -6,32 +6,29 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.other_formats import Exporter
-from torchtrain.config.schema import JobConfig, require, section_of
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.agreement import on_rank0
 from torchtrain.errors import TorchtrainError
 from torchtrain.files import MISSING, atomic_write, json_object, read_file
 from torchtrain.logging import BestEffort, logger
-from torchtrain.models.spec import DecoderConfig
+from torchtrain.metrics.hooks import Hook
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
-from torchtrain.plugins.huggingface.export import HuggingFaceExporter, export_origin
-from torchtrain.plugins.huggingface.options import HuggingFaceConfig
-from torchtrain.plugins.wandb.writer import own_options, stored_run_id
+from torchtrain.plugins.huggingface.export import export_origin, is_export_missing
+from torchtrain.plugins.wandb.writer import options_of, stored_run_id
+from torchtrain.trainer import Trainer
 
 LOGGED = "wandb_artifact.json"  # identifies the export that is logged
 
 
-class ExportArtifact(Exporter):
+class ExportArtifact(Hook):
     """``log_export``: hf/ in the dump folder as an artifact of type "model" of the W&B run. It is exported before."""
 
-    def check(self, config: JobConfig, model: DecoderConfig) -> None:  # noqa: ARG002
-        require(
-            section_of(config, HuggingFaceConfig).export,
-            "metrics.options.wandb.log_export = true needs an export to log: set huggingface.export = true",
-        )
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
 
-    def is_missing(self, config: JobConfig, step: int, group: dist.ProcessGroup) -> bool:
+    def misses_export(self, step: int) -> bool:
+        config, group = self.trainer.config_of_run(), self.trainer.gloo_group
+
         def is_not_logged() -> bool:
             try:
                 logged = json_object(read_file(Path(config.job.dump_folder) / LOGGED))
@@ -39,12 +36,12 @@ class ExportArtifact(Exporter):
                 return True
             return logged != export_origin(config, step)
 
-        return HuggingFaceExporter().is_missing(config, step, group) or on_rank0(is_not_logged, group)
+        return is_export_missing(config, step, group) or on_rank0(is_not_logged, group)
 
-    def export(self, config: JobConfig, step: int, checkpoint: CheckpointManager, model: DecoderConfig) -> None:  # noqa: ARG002
+    def export(self, step: int) -> None:
         if dist.get_rank() == 0:
             with BestEffort("the artifact in Weights & Biases"):  # else the next start of the run logs it
-                log_artifact(config, step)
+                log_artifact(self.trainer.config_of_run(), step)
 
 
 def log_artifact(config: JobConfig, step: int) -> None:
@@ -56,7 +53,7 @@ def log_artifact(config: JobConfig, step: int) -> None:
         raise TorchtrainError(f"{folder / 'hf'} is not there; start the run where it has been exported")
     origin = export_origin(config, step) if config.checkpoint.enable else {}
     run = wandb.init(
-        project=own_options(config.metrics.options.get("wandb", {})).project,
+        project=options_of(config).project,
         id=stored_run_id(folder),
         resume="allow",
         dir=folder,

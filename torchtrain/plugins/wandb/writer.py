@@ -2,18 +2,17 @@
 
 import importlib.util
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import Section
+from torchtrain.config.schema import JobConfig, Section, require, section_of
 from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.writers import MetricsWriter, WriterContext, grouped, hyperparameters
 from torchtrain.optional_packages import install_command
+from torchtrain.plugins.huggingface.options import HuggingFaceConfig
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,12 @@ class WandbOptions(Section, name="metrics.options.wandb"):
     """Log the export of the run (huggingface.export) as an artifact of type "model"."""
 
 
-def own_options(table: Mapping[str, Any]) -> WandbOptions:
-    """The options in ``table``. Raises ConfigError for unknown keys and wrong types."""
-    return from_toml(WandbOptions, dict(table), "metrics.options.wandb.")
+def options_of(config: JobConfig) -> WandbOptions:
+    """[metrics.options.wandb] of ``config``."""
+    options: WandbOptions = WeightsAndBiases.read_options(
+        config.metrics.options.get("wandb", {}), "metrics.options.wandb"
+    )
+    return options
 
 
 def stored_run_id(folder: Path) -> str | None:
@@ -46,12 +48,16 @@ class WeightsAndBiases(MetricsWriter):
     """
 
     label = "Weights & Biases"
+    Options = WandbOptions
 
     @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        own_options(options)
+    def check(cls, options: WandbOptions, config: JobConfig) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ConfigError(f"metrics.writers = ['wandb'] needs the package wandb: {install_command('wandb')}")
+        require(
+            not options.log_export or section_of(config, HuggingFaceConfig).export,
+            "metrics.options.wandb.log_export = true needs an export to log: set huggingface.export = true",
+        )
 
     def __init__(self, context: WriterContext) -> None:
         self.context = context
@@ -76,7 +82,7 @@ class WeightsAndBiases(MetricsWriter):
 
         context, name = self.context, self.context.folder.resolve().name
         return wandb.init(
-            project=own_options(context.options).project,
+            project=context.options.project,
             name=f"{name}{after}",
             group=f"{name}-{context.run[:8]}" if context.run else None,
             id=run_id,
