@@ -13,7 +13,15 @@ import torch.distributed as dist
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
-from torchtrain.datasets.data_source import DataSource, Exclusions, SourceContext, Stream, StreamRequest, TextInput
+from torchtrain.datasets.data_source import (
+    DataSource,
+    Exclusions,
+    SourceContext,
+    SourceType,
+    Stream,
+    StreamRequest,
+    TextInput,
+)
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import read_exclusions
 from torchtrain.datasets.order import Mixture, stream_seed
@@ -83,7 +91,6 @@ def build_dataloader(
         StorageError: the file system or network does not respond.
     """
     assert 0 <= rows.start < rows.stop <= global_batch_size
-    repeat = config.when_exhausted == "repeat"
     contexts = [
         SourceContext(
             section=f"{section}.sources[{number}]" if config.sources else section,
@@ -95,52 +102,22 @@ def build_dataloader(
         )
         for number in range(len(config.all))
     ]
-
-    read = partial(read_exclusions, config.exclude)
-    share = config.largest_held_out
-    largest = max(range(len(config.all)), key=lambda number: config.all[number].held_out)
-    of_share = contexts[largest].section
-    titles = [source.title or source.source_type for source in config.all]
-    others = [title for source, title in zip(config.all, titles, strict=True) if source.held_out < share]
-    if others and not held_out:
-        logger.info(
-            "%s.held_out = %g, of %s, is the largest share that a source holds out: the same documents of %s are not "
-            "trained on, either",
-            *(of_share, share, titles[largest], ", ".join(others)),
-        )
-
-    def select_parts() -> list[DataSource]:
-        """Of each source the documents that are not held out, or only those."""
-        sources = []
-        for source, context, tokens in zip(config.all, contexts, of_tokens, strict=True):
-            if held_out and source.held_out:
-                sources.append(tokens.part(source.held_out, held_out=True, section=context.section))
-            elif share and not held_out:
-                sources.append(tokens.part(share, held_out=False, section=of_share))
-            else:
-                sources.append(tokens)
-        return sources
-
-    def on_all(function: Callable[[], T]) -> T:
-        return on_all_ranks(function, group) if group is not None else function()
-
     exclude = Exclusions()
     if config.exclude and not held_out:
-        exclude = on_all(read)
-    pairs = zip(config.all, contexts, strict=True)
-    of_tokens = [open_source(source, context, group) for source, context in pairs]
-    sources = on_all(select_parts)
-    identities = on_all(lambda: [source.identity() for source in sources])
-    sections = [context.section for context in contexts]
-    _check_sources(config, dict(zip(sections, sources, strict=True)), exclude)
-    if group is not None:
-        _require_same([*sections, "data.exclude"], [*identities, exclude.identity], group)
+        exclude = _on_all(partial(read_exclusions, config.exclude), group)
+    opened = [open_source(source, context, group) for source, context in zip(config.all, contexts, strict=True)]
+    select = _select_held_out if held_out else _leave_out_held_out
+    sources = _on_all(partial(select, config, opened, [context.section for context in contexts]), group)
+    by_section = {context.section: source for context, source in zip(contexts, sources, strict=True)}
+    _check_sources(config, by_section, exclude)
+    identities = _identify(by_section, exclude, group)
 
     def streams_of(rows: range) -> list[Stream]:
         return [
             source.stream(
                 StreamRequest(
-                    *(tokenizer, seq_len, global_batch_size, rows, stream_seed("data", seed, number), repeat),
+                    *(tokenizer, seq_len, global_batch_size, rows, stream_seed("data", seed, number)),
+                    repeat=config.when_exhausted == "repeat",
                     longest_seq_len=max(longest_seq_len, config.longest_seq_len),
                     packing=config.packing,
                     exclude=exclude,
@@ -149,12 +126,8 @@ def build_dataloader(
             for number, source in enumerate(sources)
         ]
 
-    key = {"files": "path", "remote_files": "path", "hub": "name", "standard_library": "path"}.get(
-        config.source_type, "type"
-    )
-    option = f"{section}.{'sources' if config.sources else key}"
     loader = DataLoader(
-        on_all(partial(streams_of, rows)),
+        _on_all(partial(streams_of, rows), group),
         Mixture([source.weight for source in config.all]),
         rows,
         seq_len=seq_len,
@@ -164,7 +137,7 @@ def build_dataloader(
         count_bytes=count_bytes,
         device=device,
         identity={
-            option: "; ".join(identities),
+            f"{section}.{_option_of_data(config)}": "; ".join(identities),
             "model.tokenizer_path": tokenizer.identity,
             **({"data.exclude": exclude.identity} if exclude.identity else {}),
         },
@@ -175,6 +148,52 @@ def build_dataloader(
     if group is not None:
         loader.connect(group)
     return loader
+
+
+def _on_all(function: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """The result of ``function``; with ``group``, an error of one rank is raised on all ranks."""
+    return on_all_ranks(function, group) if group is not None else function()
+
+
+def _select_held_out(config: DataConfig, opened: Sequence[DataSource], sections: Sequence[str]) -> list[DataSource]:
+    """Of each source that holds out documents only these."""
+    return [
+        tokens.part(source.held_out, held_out=True, section=section) if source.held_out else tokens
+        for source, tokens, section in zip(config.all, opened, sections, strict=True)
+    ]
+
+
+def _leave_out_held_out(config: DataConfig, opened: Sequence[DataSource], sections: Sequence[str]) -> list[DataSource]:
+    """Of each source the documents that are not of the largest share that a source holds out."""
+    share = config.largest_held_out
+    if not share:
+        return list(opened)
+    titles = [source.title or source.source_type for source in config.all]
+    largest = max(range(len(config.all)), key=lambda number: config.all[number].held_out)
+    others = [title for source, title in zip(config.all, titles, strict=True) if source.held_out < share]
+    if others:
+        logger.info(
+            "%s.held_out = %g, of %s, is the largest share that a source holds out: the same documents of %s are not "
+            "trained on, either",
+            *(sections[largest], share, titles[largest], ", ".join(others)),
+        )
+    return [tokens.part(share, held_out=False, section=sections[largest]) for tokens in opened]
+
+
+def _identify(sources: Mapping[str, DataSource], exclude: Exclusions, group: dist.ProcessGroup | None) -> Sequence[str]:
+    """The identity of each of ``sources``, by their sections. Raise DataError if ranks see other data than rank 0."""
+    identities = _on_all(lambda: [source.identity() for source in sources.values()], group)
+    if group is not None:
+        _require_same([*sources, "data.exclude"], [*identities, exclude.identity], group)
+    return identities
+
+
+def _option_of_data(config: DataConfig) -> str:
+    """The option that names the data of ``config``."""
+    if config.sources:
+        return "sources"
+    kind: type[SourceType] = DATA_SOURCES[config.source_type]
+    return kind.named_by(config)
 
 
 def build_loaders(

@@ -27,6 +27,10 @@ class Files(SourceType):
     """data.type = "files": local text files, or a folder of tokens."""
 
     @classmethod
+    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
+        return "path"
+
+    @classmethod
     def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> bool:
         """Whether the path is a folder of tokens."""
         return with_retries(partial(has_tokens, config, context), Path(config.paths[0]))
@@ -63,6 +67,10 @@ class Files(SourceType):
 
 class StandardLibrary(SourceType):
     """The types of ``STANDARD_LIBRARY``."""
+
+    @classmethod
+    def named_by(cls, config: SourceConfig) -> str:
+        return "path" if config.source_type == "standard_library" else "type"  # the data of a config that names none
 
     @classmethod
     def open(cls, config: SourceConfig, context: SourceContext, answer: None) -> TextInput:  # noqa: ARG003

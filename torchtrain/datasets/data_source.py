@@ -218,6 +218,11 @@ class SourceType(Component, ABC):
     """
 
     @classmethod
+    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
+        """The option that names the data of ``config``, for messages and checkpoints."""
+        return "type"
+
+    @classmethod
     def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> Any:  # noqa: ARG003
         """Called on rank 0 only, before ``open``, to query a server once for all ranks. The result is pickled."""
         return None

@@ -31,6 +31,10 @@ class RemoteFiles(SourceType):
     """data.path with URLs: text files, which are streamed, or a folder of tokens."""
 
     @classmethod
+    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
+        return "path"
+
+    @classmethod
     def query_on_rank0(
         cls, config: SourceConfig, context: SourceContext
     ) -> tuple[Sequence[ListedFile], Sequence[str]] | None:
@@ -104,6 +108,10 @@ class RemoteFiles(SourceType):
 
 class HubDataset(SourceType):
     """data.type = "hub": a dataset of the Hugging Face hub, streamed, or downloaded and tokenized."""
+
+    @classmethod
+    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
+        return "name"
 
     # The module hub is imported in methods, because it imports the libraries of the hub.
 
