@@ -5,6 +5,7 @@ before the time limit. This command exits with the exit code of the rank that fa
 leaves SIGUSR1 to the ranks, and ignores SIGHUP under nohup.
 """
 
+import argparse
 import errno
 import logging
 import os
@@ -37,29 +38,16 @@ REPORT_WAITING_SECONDS = 45
 @command
 def main(argv: Sequence[str]) -> int:
     """Run torchrun, and return the exit code of the process."""
-    # Imported here, so that the command reports an error of the import (a limit on address space) as one message.
-    from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-    from torch.distributed.run import determine_local_world_size, get_args_parser, parse_min_max_nnodes, run
+    # Imported here and below, so that the command reports an error of the import (a limit on address space) as one
+    # message.
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
     # The ranks inherit this until they install their handler. A SIGUSR1 that arrives before is lost, but not fatal.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     hide = HideExplained()
     for name in ("agent.server.api", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").addFilter(hide)
-    parser = get_args_parser()
-    parser.prog, parser.description = "python -m torchtrain.launch", (__doc__ or "").replace("``", "")
-    parser.error = reject_options  # type: ignore[method-assign]  # argparse would print the usage of all options
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown:
-        near = closest(unknown[0], re.findall(r"--[a-z-]+", parser.format_usage()))
-        reject_options(f"{unknown[0]} is not a known option{f'; did you mean {near!r}?' if near else ''}")
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it nevertheless
-        signals = [name.strip() for name in arguments.signals_to_handle.split(",")]
-        arguments.signals_to_handle = ",".join(name for name in signals if name != "SIGHUP")
+    arguments = parse_options(argv)
     try:
         most = parse_min_max_nnodes(arguments.nnodes)[1]
         if min(most, determine_local_world_size(arguments.nproc_per_node)) < 1:
@@ -75,32 +63,46 @@ def main(argv: Sequence[str]) -> int:
         # A new store for each restart, since the shared store has the addresses of dead ranks. A single node does not
         # need it (init_process_group), and the port of such a store may be taken by the time it is bound.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    if most > 1:
         threading.Thread(target=report_waiting, args=(arguments, most), daemon=True).start()
     # With restarts, torchrun may wait for nodes that rejoin. On macOS, Python has waitid since 3.13.
     if arguments.max_restarts == 0 and hasattr(os, "waitid"):
         threading.Thread(target=exit_if_rendezvous_lost, daemon=True).start()
+    return run_ranks(arguments, most, option, address)
+
+
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of torchrun in ``argv``."""
+    from torch.distributed.run import get_args_parser
+
+    parser = get_args_parser()
+    parser.prog, parser.description = "python -m torchtrain.launch", (__doc__ or "").replace("``", "")
+    parser.error = reject_options  # type: ignore[method-assign]  # argparse would print the usage of all options
+    arguments, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = closest(unknown[0], re.findall(r"--[a-z-]+", parser.format_usage()))
+        reject_options(f"{unknown[0]} is not a known option{f'; did you mean {near!r}?' if near else ''}")
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup; torchrun would handle it nevertheless
+        signals = [name.strip() for name in arguments.signals_to_handle.split(",")]
+        arguments.signals_to_handle = ",".join(name for name in signals if name != "SIGHUP")
+    return arguments
+
+
+def run_ranks(arguments: argparse.Namespace, most: int, option: str, address: str) -> int:
+    """Run torchrun on up to ``most`` nodes, and return the exit code of the process; its errors become messages.
+
+    ``option``, ``address``: where the nodes meet.
+    """
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+    from torch.distributed.run import run
+
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        hang = hang_report(error.failures.values())
-        if hang and (failure.exitcode < 0 or failure.exitcode == HangError.exit_code):  # NCCL aborts the process
-            # Once more, as the last line: a rank that hangs is killed 30 s after the others have ended.
-            logger.error("error: %s", hang)
-            failure.exitcode = HangError.exit_code
-        if failure.exitcode < 0:
-            memory = ": perhaps for lack of memory on its host" if failure.exitcode == -signal.SIGKILL else ""
-            logger.error(
-                "rank %d was ended by signal %d (%s)%s", rank, -failure.exitcode, failure.signal_name(), memory
-            )
-            return 128 - failure.exitcode
-        if failure.exitcode in SHARED_ENDINGS and most > 1:
-            # srun --kill-on-bad-exit kills the other nodes when the first one exits: wait until they have come here,
-            # too, and keep the exit code if the signal arrives before.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(SHARED_ENDING_SECONDS)
-        return failure.exitcode
+        return exit_code_of(error, most)
     except SignalException as error:
         terminate_remaining_ranks(error.sigval.value)
         return 128 + error.sigval.value
@@ -117,6 +119,26 @@ def main(argv: Sequence[str]) -> int:
         logger.error("error: the nodes did not meet, or lost each other: %s", str(error).splitlines()[0])
         return 1
     return 0
+
+
+def exit_code_of(error: Any, most: int) -> int:
+    """The exit code for the first rank that failed, by torchrun's ``ChildFailedError``; logs what ended the rank."""
+    rank, failure = error.get_first_failure()
+    hang = hang_report(error.failures.values())
+    if hang and (failure.exitcode < 0 or failure.exitcode == HangError.exit_code):  # NCCL aborts the process
+        # Once more, as the last line: a rank that hangs is killed 30 s after the others have ended.
+        logger.error("error: %s", hang)
+        failure.exitcode = HangError.exit_code
+    if failure.exitcode < 0:
+        memory = ": perhaps for lack of memory on its host" if failure.exitcode == -signal.SIGKILL else ""
+        logger.error("rank %d was ended by signal %d (%s)%s", rank, -failure.exitcode, failure.signal_name(), memory)
+        return int(128 - failure.exitcode)
+    if failure.exitcode in SHARED_ENDINGS and most > 1:
+        # srun --kill-on-bad-exit kills the other nodes when the first one exits: wait until they have come here,
+        # too, and keep the exit code if the signal arrives before.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(SHARED_ENDING_SECONDS)
+    return int(failure.exitcode)
 
 
 def hang_report(failures: Iterable[Any]) -> str:

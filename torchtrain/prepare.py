@@ -14,7 +14,7 @@ from pathlib import Path
 from torchtrain.cli import command, interrupted_by_signals, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.prepare_options import PrepareConfig
-from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.config.schema import DataConfig, JobConfig, section_of
 from torchtrain.environment import cores_of_process, process_share
 from torchtrain.errors import ConfigError
 from torchtrain.files import local_path, require_folder, with_retries
@@ -39,39 +39,52 @@ def run(config: JobConfig) -> int:
     Raises:
         ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
     """
-    # Imported here, so that --help and rejected options do not import them.
-    from torchtrain.config.registry import DATA_SOURCES
-    from torchtrain.datasets.data_source import SourceContext
-    from torchtrain.datasets.token_folder import LocalFolder, open_folder, verify
-    from torchtrain.datasets.tokenize_text import alone, log_skipped, tokenize
-    from torchtrain.datasets.tokenizers import load_tokenizer
+    # Imported here and below, so that --help and rejected options do not import them.
+    from torchtrain.datasets.token_folder import open_folder, verify
 
-    rank, world_size = process_share()
     options = section_of(config, PrepareConfig)
     if not options.output:
         raise ConfigError("prepare.output must name the folder that the tokens go to; it is empty")
     output = options.output.rstrip("/") or "/"
-    several = config.data.sources
-    folders = [f"{output}/{number}" for number in range(len(several))] if several else [output]
+    several = len(config.data.sources)
+    folders = [f"{output}/{number}" for number in range(several)] if several else [output]
     if options.verify:
         for folder in folders:
             verified = verify(open_folder(folder, "prepare.output"), folder)
             logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
         return 0
+    require_output(output, options.output, config.data)
+    tokenize_sources(config, folders, options.processes)
+    return 0
+
+
+def require_output(output: str, given: str, data: DataConfig) -> None:
+    """Raise an error if ``output`` cannot be written, or is inside a folder of the data. ``given``: as it is given."""
     output_path = local_path(output)
-    for path in (path for source in config.data.all for path in source.paths):
+    for path in (path for source in data.all for path in source.paths):
         if with_retries(partial(_is_inside, output, output_path, path, local_path(path)), path):
             raise ConfigError(
-                f"prepare.output = {options.output!r} is inside the data folder {path!r}, so that its files "
+                f"prepare.output = {given!r} is inside the data folder {path!r}, so that its files "
                 "would become part of the data; name a folder elsewhere"
             )
     if output_path is not None:
-        require_folder(output_path, f"prepare.output = {options.output!r}")
+        require_folder(output_path, f"prepare.output = {given!r}")
+
+
+def tokenize_sources(config: JobConfig, folders: Sequence[str], processes: int) -> None:
+    """Tokenize this process's share of each source of ``config.data`` into one of ``folders``."""
+    from torchtrain.config.registry import DATA_SOURCES
+    from torchtrain.datasets.data_source import SourceContext
+    from torchtrain.datasets.token_folder import LocalFolder, open_folder
+    from torchtrain.datasets.tokenize_text import alone, log_skipped, tokenize
+    from torchtrain.datasets.tokenizers import load_tokenizer
+
+    rank, world_size = process_share()
     tokenizer = load_tokenizer(config.model.tokenizer_path or config.model.hf_folder)
-    keys = [f"data.sources[{number}]" for number in range(len(several))] if several else ["data"]
     # All sources are opened and checked before hours of work on the first.
     inputs = []
-    for source, key in zip(config.data.all, keys, strict=True):
+    for number, source in enumerate(config.data.all):
+        key = f"data.sources[{number}]" if config.data.sources else "data"
         context = SourceContext(key, tokenizer, verify_bytes=config.data.verify_gib * 2**30, plugins=config.plugins)
         inputs.append(with_retries(partial(DATA_SOURCES[source.source_type].open_text, source, context), key))
     for text, folder in zip(inputs, folders, strict=True):
@@ -79,8 +92,8 @@ def run(config: JobConfig) -> int:
         with ExitStack() as stack:
             if isinstance(opened, LocalFolder):
                 stack.enter_context(alone(opened.path, is_shared=world_size > 1))
-            processes = options.processes or cores_of_process()
-            manifest = tokenize(text, tokenizer, opened, processes, rank=rank, world_size=world_size)
+            workers = processes or cores_of_process()
+            manifest = tokenize(text, tokenizer, opened, workers, rank=rank, world_size=world_size)
         if manifest is None:
             logger.info(
                 "%s: this process has written its share. The process that finishes last writes the manifest; if one "
@@ -97,7 +110,6 @@ def run(config: JobConfig) -> int:
             *(f"{sum(getattr(shard, field) for shard in shards):,}" for field in ("tokens", "documents", "bytes")),
             folder,
         )
-    return 0
 
 
 def _is_inside(output: str, output_path: Path | None, folder: str, folder_path: Path | None) -> bool:
