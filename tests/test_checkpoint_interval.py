@@ -213,5 +213,6 @@ def test_checkpoints_that_no_option_keeps() -> None:
     ("dtype", "ema", "size"), [("float32", False, 12), ("bfloat16", False, 8), ("bfloat16", True, 12)]
 )
 def test_size_of_checkpoints_depends_on_the_dtype_of_moments_and_on_averages(dtype: Any, ema: bool, size: int) -> None:
-    config = JobConfig(optimizer=OptimizerConfig(state_dtype=dtype), ema=EMAConfig(enable=ema))
-    assert run_description._checkpoints(config, 10**9).endswith(f" kept, {size} GB each")
+    optimizer, averages = OptimizerConfig(state_dtype=dtype), EMAConfig(enable=ema)
+    size_bytes = run_description._checkpoint_size(optimizer, averages, 10**9)
+    assert run_description._checkpoints(CheckpointConfig(), size_bytes).endswith(f" kept, {size} GB each")

@@ -298,14 +298,14 @@ def first_step_takes_4_seconds() -> Any:
 def slow_validation() -> Any:
     from torchtrain.metrics import validation
 
-    original = validation.read_microbatches
+    original = validation.Validator.held_out
 
     def slow(*arguments: Any) -> Any:
         for microbatch in original(*arguments):
             time.sleep(0.3)
             yield microbatch
 
-    return patch.object(validation, "read_microbatches", slow)
+    return patch.object(validation.Validator, "held_out", slow)
 
 
 def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninterrupted: Path) -> None:

@@ -20,7 +20,7 @@ from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN: dict[Kind, dict[str, str]] = {  # every option of the core, by kind and section
     Kind.HARMLESS: {
-        "job": "config_file dump_folder description device import stage",
+        "job": "config_file dump_folder description device import disable_plugins stage",
         "model": "shape.max_position_embeddings",
         "training": "steps gc_freq",
         "data": "label longest_seq_len revision prefetch verify_gib",
@@ -62,8 +62,8 @@ FROZEN: dict[Kind, dict[str, str]] = {  # every option of the core, by kind and 
         "ema": "enable decay interval",
         "mup": "base_dim base_layers",
         "lr_scheduler": (
-            "warmup_steps warmup_tokens total_steps total_tokens decay_ratio decay_tokens decay_type start_step "
-            "initial_lr min_lr_factor"
+            "warmup_steps warmup_tokens total_steps total_tokens decay_ratio decay_tokens decay_type options "
+            "start_step initial_lr min_lr_factor"
         ),
         "model": (
             "tokenizer_path shape.rope_theta shape.rope_scaling.type shape.rope_scaling.factor "

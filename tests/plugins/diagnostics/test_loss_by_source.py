@@ -20,7 +20,7 @@ from torchtrain.datasets.dataloader import Batch
 from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.microbatches import Microbatches
-from torchtrain.plugins.diagnostics import loss_by_source
+from torchtrain.plugins.diagnostics import loss_by_source_hook
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_labels
 from torchtrain.trainer import TrainStep
 
@@ -57,7 +57,7 @@ def train_by_source(
             mesh=model.mesh,
             device=model.device,
         )
-        hook = loss_by_source(trainer)  # type: ignore[arg-type]
+        hook = loss_by_source_hook(trainer)  # type: ignore[arg-type]
         assert isinstance(hook, LossBySource)
 
         class Check(Hook):

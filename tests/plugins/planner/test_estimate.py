@@ -789,7 +789,7 @@ def test_document_mask_needs_a_tokenizer_with_a_token_that_begins_a_document(bui
     tokenizer.bos_id = None
     config = JobConfig(data=DataConfig(document_mask=True))
     with (
-        patch("torchtrain.trainer.load_tokenizer", lambda _: tokenizer),
+        patch("torchtrain.resolve.load_tokenizer", lambda _: tokenizer),
         patch("torchtrain.plugins.planner.request.load_tokenizer", lambda _: tokenizer),
         pytest.raises(ConfigError, match="= true needs a tokenizer with a token that begins a document"),
     ):

@@ -20,7 +20,7 @@ def _options(trainer: "Trainer") -> "DiagnosticsConfig":
 
 
 @HOOKS.register("loss_by_source")
-def loss_by_source(trainer: "Trainer") -> "Hook | None":
+def loss_by_source_hook(trainer: "Trainer") -> "Hook | None":
     """Losses by source, if ``diagnostics.enable_loss_by_source``; they are part of each written line."""
     if not _options(trainer).enable_loss_by_source:
         return None

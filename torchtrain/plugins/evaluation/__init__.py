@@ -14,7 +14,7 @@ CONFIG_SECTIONS.add("evaluation", "torchtrain.plugins.evaluation.options:Evaluat
 
 
 @HOOKS.register("samples")
-def samples(trainer: "Trainer") -> "Hook | None":
+def samples_hook(trainer: "Trainer") -> "Hook | None":
     """Texts that the model generates for ``evaluation.prompts``, at each validation."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.evaluation.options import EvaluationConfig
@@ -27,7 +27,7 @@ def samples(trainer: "Trainer") -> "Hook | None":
 
 
 @HOOKS.register("tasks")
-def tasks(trainer: "Trainer") -> "Hook | None":
+def tasks_hook(trainer: "Trainer") -> "Hook | None":
     """Scores of ``evaluation.tasks``, of lm-evaluation-harness, at each validation."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.evaluation.options import EvaluationConfig

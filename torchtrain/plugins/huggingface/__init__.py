@@ -15,7 +15,7 @@ WEIGHT_FORMATS.add("huggingface", "torchtrain.plugins.huggingface.safetensors_fo
 
 
 @HOOKS.register("huggingface")
-def export(trainer: "Trainer") -> "Hook | None":
+def export_hook(trainer: "Trainer") -> "Hook | None":
     """The export at the end of a run, if ``huggingface.export``."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.huggingface.options import HuggingFaceConfig

@@ -12,7 +12,7 @@ CONFIG_SECTIONS.add("recheck", "torchtrain.plugins.recheck.options:RecheckConfig
 
 
 @HOOKS.register("recheck")
-def recheck(trainer: "Trainer") -> "Hook | None":
+def recheck_hook(trainer: "Trainer") -> "Hook | None":
     """A check every ``recheck.interval`` steps."""
     from torchtrain.config.schema import option_of_plugin, section_of
     from torchtrain.plugins.recheck.options import RecheckConfig

@@ -12,7 +12,7 @@ CONFIG_SECTIONS.add("report", "torchtrain.plugins.report.options:ReportConfig")
 
 
 @HOOKS.register("report")
-def report(trainer: "Trainer") -> "Hook | None":
+def report_hook(trainer: "Trainer") -> "Hook | None":
     """The report, if ``report.enable``."""
     from torchtrain.config.schema import section_of
     from torchtrain.plugins.report.options import ReportConfig

@@ -14,7 +14,7 @@ METRICS_WRITERS.add("wandb", "torchtrain.plugins.wandb.writer:WeightsAndBiases")
 
 
 @HOOKS.register("wandb")  # after that of Hugging Face, whose name comes first
-def artifact(trainer: "Trainer") -> "Hook | None":
+def artifact_hook(trainer: "Trainer") -> "Hook | None":
     """The artifact of the export, if ``log_export`` in [metrics.options.wandb]."""
     if "wandb" not in trainer.config.metrics.writers:
         return None
