@@ -1,6 +1,6 @@
 """Compare the planner's estimates with published runs, and fit the efficiencies of its cost model to them.
 
-    python scripts/benchmarks/validate_estimate.py                  # the table of docs/estimate.md
+    python scripts/benchmarks/validate_estimate.py                  # the table of docs/development/planner.md
     python scripts/benchmarks/validate_estimate.py --only '70B'     # the rows that contain a regular expression
     python scripts/benchmarks/validate_estimate.py --fit     # fits the efficiencies, for plugins/planner/hardware.py
     python scripts/benchmarks/validate_estimate.py --others  # estimates of this trainer for the layouts of others

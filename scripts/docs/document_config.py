@@ -171,14 +171,16 @@ def render_from_torchtitan() -> str:
     values = {f"{name}.{key}": value for name, keys in SECTIONS.items() for key, value in keys.items()}
     differ: list[str] = []
     meaning: list[str] = []
-    every: list[str] = []
+    same: list[str] = []
+    every: dict[tuple[str, str], list[str]] = {}
     for name, option in torchtitan_options().items():
         there, mine = option.default, values.get(option.here)
         renamed = "" if option.here == name else f"`{option.here}`"
-        until = f", until {option.until}" if option.until else ""
-        days = f"{option.since}{until}" if option.since else ""
-        becomes = f"`{option.here}`" if option.here else "none"
-        every.append(f"| `{name}` | {days} | {becomes} | {as_markdown(option.note)} |")
+        if option.here == name:  # a note about it is in one of the first two tables
+            same += [] if option.note else [f"`{name}`"]
+        else:
+            becomes = f"`{option.here}`" if option.here else "none"
+            every.setdefault((becomes, as_markdown(option.note)), []).append(f"`{name}`")
         is_of_files = option.exists_before(TOML_ENDS) and type(there) is type(mine)
         if option.here and is_of_files and there is not None and there != mine:
             earlier = "; ".join(f"{toml(value)} until {day}" for day, value in option.before.items())
@@ -198,8 +200,11 @@ def render_from_torchtitan() -> str:
             "| key | in torchtrain |\n| --- | --- |",
             *meaning,
             "\n## Every option of torchtitan\n",
-            "| torchtitan's key | since | torchtrain's key | note |\n| --- | --- | --- | --- |",
-            *every,
+            f"Name and meaning are the same of {', '.join(same)}.\n",
+            "These have another name or no counterpart. `torchtrain/plugins/from_torchtitan/options.toml` has the dates between\n"
+            "which torchtitan had them.\n",
+            "| torchtitan's keys | torchtrain's key | note |\n| --- | --- | --- |",
+            *(f"| {', '.join(names)} | {becomes} | {note} |" for (becomes, note), names in every.items()),
             "",
         ]
     )

@@ -2,7 +2,7 @@
 
 Each is a mistake that a change could make, and that a run on a CPU would hardly show. On a GPU the host waits, work is
 done twice, memory is kept, or a stream reads what another one writes. One fault at a time is planted into a copy of the
-repository, in which tests of the default run follow. Prints the table of docs/lowering.md.
+repository, in which tests of the default run follow. Prints a table of the faults and of the tests that notice them.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from docs_checks import blocks, check_commands, check_toml, options_of_run, run_
 from torchtrain.config.schema import key_of, section_types
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Run in this order by test_commands_of_the_docs_run_in_a_fresh_clone.
 COMMANDS = [
@@ -212,7 +212,6 @@ LISTED = {
     "--model.shape.head_dim 16 --model.shape.n_kv_heads 8 --training.local_batch_size 4 "
     "--training.mixed_precision_param float32 "
     "--lr_scheduler.min_lr_factor 0 --data.held_out 0.05 --validation.steps 160": ("takes minutes; run by hand"),
-    "python -m torchtrain.train": "the name of the command",
     "python -m torchtrain.launch": "run with its options by run_llama_train.sh",
     "CONFIG_FILE=train_configs/llama3_8b.toml ./run_llama_train.sh": "needs GPUs",
     **dict.fromkeys(
@@ -361,8 +360,11 @@ def test_no_message_and_no_page_installs_the_torchtrain_of_pypi() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_options_exist(page: Path) -> None:
     text = re.sub(r"```python\n.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
+    for link, heading in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", text):
+        if not link.startswith("http"):
+            target = page.parent / link if link else page
+            assert target.exists(), f"{page.name} links to {link}"
+            assert not heading or heading in anchors(target), f"{page.name} links to {link}#{heading}"
     if page.name == "from-torchtitan.md":  # its first column has torchtitan's options
         text = "\n".join(line.split("|", 2)[2] if line.startswith("|") else line for line in text.splitlines())
     sections = section_types()
@@ -373,6 +375,13 @@ def test_links_and_options_exist(page: Path) -> None:
             assert name in known or key in ("py", "jsonl", "safetensors", "yaml", "md"), (
                 f"{page.name}: {section}.{key} is no option"
             )
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_code_in_the_readme_of_the_tests_is_quoted_from_them() -> None:

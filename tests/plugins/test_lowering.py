@@ -57,9 +57,9 @@ def test_8b_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker]) -> 
     lowered, found = lower_config(workers("h100-80"), FOLDER / "llama3_8b.toml", "h100-80")
     assert found == []
     check_bytes(lowered)
-    if torch.__version__.startswith("2.13."):  # the version of the tables in docs/lowering.md
+    if torch.__version__.startswith("2.13."):  # the version of the tables in docs/development/lowering.md
         # The planner's bytes would not notice an operation that a change adds to the planner's step and the real one.
-        page = (FOLDER.parent / "docs/lowering.md").read_text(encoding="utf-8").split("## Bytes")[1]
+        page = (FOLDER.parent / "docs/development/lowering.md").read_text(encoding="utf-8").split("## Bytes")[1]
         stated = {line for line in page.splitlines() if line.startswith("| llama3_8b |")}
         assert set(byte_rows("llama3_8b", lowered)) == stated
 

@@ -232,6 +232,6 @@ def test_differing_defaults_are_on_the_page() -> None:
         '| `checkpoint.async_mode` |  | **`"disabled"`** | **`"async"`** |',
         '| `activation_checkpoint.mode` |  | **`"selective"`** | **`"none"`** |',
         "| `checkpoint.keep_latest_k` |  | **`10`** | **`5`** | 0 until 2025-03-04 |",
-        "| `training.batch_size` | 2024-02-23, until 2025-06-05 | `training.local_batch_size` |  |",
+        "| `training.batch_size` | `training.local_batch_size` |  |",
     ):
         assert row in page

@@ -1,4 +1,4 @@
-"""The table of docs/parity.md: each family and RoPE scaling computes what transformers does."""
+"""The table of docs/development/parity.md: each family and RoPE scaling computes what transformers does."""
 
 import importlib
 import itertools

@@ -364,11 +364,11 @@ def test_peaks_differ_by_the_published_amounts() -> None:
     assert second - first == pytest.approx(2 * 4 * parameters / 8 / GIB, rel=0.01)
     assert never - second == pytest.approx(31 * 218_112_000 * 2 / GIB, rel=0.01)
     if torch.__version__.startswith("2.13."):
-        page = " ".join((ROOT / "docs/lowering.md").read_text(encoding="utf-8").split())
+        page = " ".join((ROOT / "docs/development/lowering.md").read_text(encoding="utf-8").split())
         assert f"the peak of a step is {second:.2f} GiB, that of the first one {first:.2f} GiB" in page
 
 
-@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the version of the table in docs/lowering.md")
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the version of the table of the page")
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
@@ -384,7 +384,7 @@ def test_update_has_the_operations_and_the_live_bytes_of_the_page(name: str, sec
     peak = max(sum(moment.sizes) for moment in step.timeline if moment.phase == "update")
     more = peak - 2 * record.parameter_bytes - step.live_at_end["optimizer"]
     operations = sum(operation.phase == "update" for operation in step.operations)
-    page = (ROOT / "docs/lowering.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/development/lowering.md").read_text(encoding="utf-8")
     assert f"| {name} | {operations} | {more / 1e6:.1f} |" in page
 
 

@@ -101,7 +101,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 # Options of flex_attention's kernels for bfloat16, by compute capability and head_dim. With its defaults, these kernels
-# run out of registers and use memory instead, within their loops (docs/lowering.md has the figures).
+# run out of registers and use memory instead, within their loops (docs/development/lowering.md has the figures).
 FLEX_OPTIONS: dict[tuple[int, int, int], dict[str, int]] = {
     (8, 0, 64): {"bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 32},
     (8, 0, 128): {"bwd_num_warps": 8},

@@ -145,7 +145,7 @@ def _digits(value: float, count: int = 3) -> str:
 
 UNITS = ((1, "days"), (24, "hours"), (1440, "minutes"), (86400, "seconds"))  # of a duration, and how many are a day
 SMALLEST = 0.01  # number of days, GPU-hours or dollars that is printed
-# The highest of the published runs in bfloat16 that are known to us, by compute capability (docs/estimate.md).
+# The highest of the published runs in bfloat16 known to us, by compute capability (docs/development/planner.md).
 HIGHEST_PUBLISHED_MFU = {8: 0.68, 9: 0.625}
 ATTENTION = {
     "cudnn": "cuDNN, as PyTorch chooses if it is newer than 9.15",
