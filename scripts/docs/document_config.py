@@ -201,8 +201,8 @@ def render_from_torchtitan() -> str:
             *meaning,
             "\n## Every option of torchtitan\n",
             f"Name and meaning are the same of {', '.join(same)}.\n",
-            "These have another name or no counterpart. `torchtrain/plugins/from_torchtitan/options.toml` has the dates between\n"
-            "which torchtitan had them.\n",
+            "These have another name or no counterpart. `torchtrain/plugins/from_torchtitan/options.toml` has\n"
+            "the dates between which torchtitan had them.\n",
             "| torchtitan's keys | torchtrain's key | note |\n| --- | --- | --- |",
             *(f"| {', '.join(names)} | {becomes} | {note} |" for (becomes, note), names in every.items()),
             "",

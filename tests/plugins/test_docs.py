@@ -124,7 +124,6 @@ LISTED = {
     "python scripts/benchmarks/benchmark.py # small sizes on a CPU": "takes minutes",
     "python scripts/benchmarks/benchmark.py --gpu # 1B and 3B on one GPU": "needs a GPU",
     "python scripts/benchmarks/benchmark.py --only vocabulary": "takes minutes",
-    "python scripts/benchmarks/benchmark_data.py --copies 8 --rounds 3": "takes minutes",
     "python scripts/benchmarks/benchmark_metrics.py --steps 150": "takes minutes",
     "python scripts/benchmarks/family_parity.py": "takes a minute; slow tests of test_family_parity.py",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
