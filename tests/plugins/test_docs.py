@@ -376,6 +376,14 @@ def test_links_and_options_exist(page: Path) -> None:
             )
 
 
+def test_index_lists_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    links = re.findall(r"\]\(([\w/-]+\.md)\)", index.read_text(encoding="utf-8"))
+    pages = {page.relative_to(index.parent).as_posix() for page in index.parent.rglob("*.md") if page != index}
+    assert set(links) == pages
+    assert len(links) == len(pages), "a page is listed once"
+
+
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to the headings of a page."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
