@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from torchtrain.config.registry import DATA_SOURCES
+from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import data_identity, local_files
+from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_identity import DataFile, FileTable, as_json, describe_changes, from_json
 from torchtrain.datasets.local_files import identify
 
@@ -111,3 +114,25 @@ def test_table_has_the_content_of_large_files_where_all_of_it_was_read(tmp_path:
     assert describe_changes(whole, identify([small, large], verify_bytes=0).files) == ""
     assert describe_changes(sampled, identify([small, large]).files) == ""
     assert [file.content != "" for file in whole.files] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("source", "option"),
+    [
+        ({"path": "a.txt"}, "path"),
+        ({"path": "s3://bucket/a.txt"}, "path"),
+        ({"name": "org/dataset"}, "name"),
+        ({}, "path"),
+        ({"type": "standard_library_docs"}, "type"),
+        ({"type": "files_of_mine"}, "type"),
+    ],
+)
+def test_option_by_which_a_checkpoint_names_the_data(
+    source: dict[str, str], option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored, so it must not change."""
+    monkeypatch.setitem(DATA_SOURCES._entries, "files_of_mine", Files)
+    config = SourceConfig(**source)  # type: ignore[arg-type]
+    if config.source_type not in DATA_SOURCES:
+        pytest.skip("of a plugin that is not installed")
+    assert DATA_SOURCES[config.source_type].data_option(config) == option

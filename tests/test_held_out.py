@@ -13,9 +13,9 @@ from forked_run import finish, read_metrics
 from torchtrain import trainer
 from torchtrain.config.parse import parse
 from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, TrainingConfig, ValidationConfig
+from torchtrain.datasets.build import build_loaders
 from torchtrain.datasets.data_source import DataSource, Stream, StreamRequest, is_held_out, text_hash
 from torchtrain.datasets.dataloader import DataLoader
-from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
 
@@ -138,7 +138,8 @@ def test_held_out_documents_have_another_label_than_a_source_of_validation(
         training=TrainingConfig(global_batch_size=1, seq_len=64),
     )
     group: Any = None
-    _, loaders = trainer.build_loaders(config, TOKENIZER, ParallelDims(), torch.device("cpu"), group)
+    rows = range(config.training.global_batch_size)
+    _, loaders = build_loaders(config, TOKENIZER, rows, torch.device("cpu"), group)
     assert list(loaders) == ["text", "text_held_out"]
     assert documents_in(loaders["text"]) == {"only in [validation]" * 20}
     assert "only in [validation]" not in "".join(documents_in(loaders["text_held_out"]))

@@ -2,7 +2,9 @@
 
 import pytest
 
+from torchtrain.config.registry import LR_SCHEDULES
 from torchtrain.config.schema import LRSchedulerConfig
+from torchtrain.errors import ConfigError
 from torchtrain.optimizers.lr_schedule import LRSchedule
 
 
@@ -71,3 +73,9 @@ def test_first_and_last_steps_equal_torchtitan() -> None:
     schedule = LRSchedule(LRSchedulerConfig(warmup_steps=20, decay_type="linear", decay_ratio=0.25), 2.0, 1000)
     found = [schedule.rate(step) for step in (1, 20, 21, 751, 752, 876, 1000, 1001)]
     assert found == pytest.approx([0.1, 2.0, 2.0, 2.0, 2.0 * 249 / 250, 1.0, 2.0 / 250, 0.0])
+
+
+def test_function_is_no_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LR_SCHEDULES._entries, "mine", min)
+    with pytest.raises(ConfigError, match=r"decay_type = 'mine' is registered as .* must be a subclass of"):
+        LRSchedule(LRSchedulerConfig(decay_type="mine"), 0.5, 100)

@@ -308,6 +308,53 @@ def test_peak_memory_is_in_gib() -> None:
     assert 0.03 < peak_memory(torch.device("cpu"))["memory_gib"] < 4096  # importing torch takes more than 32 MiB
 
 
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        ({"loss": 1.0}, "Odd.metrics returned loss, which has another meaning"),
+        ({"event": 1.0}, "Odd.metrics returned event, which has another meaning"),
+        ({"validation_loss": 1.0}, "Odd.metrics returned validation_loss, which has another meaning"),
+        ({"mine": torch.tensor(1.0)}, "Odd.metrics returned mine, a Tensor: give a number"),
+    ],
+)
+def test_wrong_numbers_of_a_hook_are_rejected(found: dict[str, Any], message: str) -> None:
+    class Odd(Hook):
+        def metrics(self) -> dict[str, Any]:
+            return found
+
+    with pytest.raises(TypeError, match=message):
+        Hooks(Odd()).add_metrics({"step": 1, "loss": 2.0})
+
+
+def record_with_a_rollback(folder: str) -> list[int]:
+    undone = []
+
+    class Watch(Hook):
+        def undo(self, step: int) -> None:
+            undone.append(step)
+
+    with recorder_in(folder, log_freq=4) as recorder:
+        recorder.hooks.add([Watch()])
+        recorder.undo(2)
+    return undone
+
+
+def test_hooks_are_called_after_a_rollback(gloo: GlooPool, tmp_path: Path) -> None:
+    assert gloo.run(1, record_with_a_rollback, str(tmp_path)) == [[2]]
+
+
+def test_first_hooks_are_called_before_the_others() -> None:
+    class First(Hook):
+        is_first = True
+
+    class Other(Hook):
+        pass
+
+    hooks = Hooks(Other())
+    hooks.add([None, Other(), First()])
+    assert [type(hook) for hook in hooks.all] == [First, Other, Other]
+
+
 def test_hook_that_fails_at_the_end_does_not_take_the_results_of_others() -> None:
     class Fails(Hook):
         def results(self, results: RunResults) -> list[tuple[str, str]]:

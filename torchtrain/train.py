@@ -58,7 +58,7 @@ def train(config: JobConfig) -> int:
     # Imported here because --help and a rejected config do not need torch, which takes seconds to import.
     from torchtrain.trainer import Trainer
 
-    names = (section.trainer for section in config.plugins.values())
+    names = (section.trainer_class for section in config.plugins.values())
     name = next(filter(None, names), "")
     return plan_of(config).train(import_entry(name) if name else Trainer)
 

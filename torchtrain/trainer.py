@@ -120,7 +120,7 @@ class Trainer:
         # First, because the wall-clock limit counts from the start of the process, and setup may take minutes.
         self.stop = StopRequest(config.faults) if stop is None else stop
         self.device = pick_device(config.job.device)
-        run = self.resolve(config)
+        run = self.resolve_and_check(config)
         self.init_process_groups(run.config, rendezvous)
         self.set_config(run)
         self.open_outputs()  # before the data, because text may take hours to tokenize
@@ -137,7 +137,7 @@ class Trainer:
         self.set_timeouts(resume_point)
         self.build_step()
 
-    def resolve(self, config: JobConfig) -> ResolvedRun:
+    def resolve_and_check(self, config: JobConfig) -> ResolvedRun:
         """Resolve and check the config before process-group initialization, so that a mistake in it is reported within
         seconds, on any number of ranks."""
         self.saved = SavedRun(config)
@@ -267,8 +267,8 @@ class Trainer:
         return self.checkpointer.loaded
 
     def set_timeouts(self, resume_point: ResumePoint) -> None:
-        """Set those of the process groups of the mesh, which have torch's default ones: 10 minutes for NCCL, 30 for
-        gloo."""
+        """Set the timeouts of the mesh's process groups, which are torch's defaults until here: 10 minutes for NCCL, 30
+        for gloo."""
         set_timeout(self.config.comm.init_timeout_seconds + REPORT_SECONDS, longer=[resume_point.group])
 
     def build_step(self) -> None:
@@ -326,6 +326,7 @@ class Trainer:
             config.profiling, self.folder / "traces", rank(), device, self.start_step, self.metrics.untimed
         )
         self.hooks.add([HOOKS[name](self) for name in HOOKS])
+        self.hooks.begin_interval()
 
     def build_replicas(self, config: JobConfig) -> Replicas:  # noqa: ARG002
         """What connects this job with other replicas: here nothing."""

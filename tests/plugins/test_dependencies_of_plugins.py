@@ -46,7 +46,7 @@ sys.exit(import_module(f"torchtrain.{sys.argv[2]}").main(sys.argv[3:]))
 @pytest.mark.parametrize("package", MISSING)
 def test_missing_package_is_named_with_the_command_that_installs_it(package: str, tmp_path: Path) -> None:
     name, option, plugin = MISSING[package]
-    options = [option, *([f"--job.dump_folder={tmp_path}"] if name == "train" else [])]
+    options = [option, *([f"--job.dump_folder={tmp_path}", "--training.steps=2"] if name == "train" else [])]
     command = [sys.executable, "-c", CODE, package, name, *options]
     found = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
     install = install_command(plugin.replace("_", "-"))

@@ -8,8 +8,8 @@ that is named in ``job.import`` is imported before the config is read, and calls
 
 import difflib
 import pkgutil
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -22,14 +22,6 @@ Entry = TypeVar("Entry")
 PLUGINS = Path(__file__).parent.parent / "plugins"
 
 
-class _Plugins:
-    """The state of this process: which plugins add entries, and which ones do not count (``disable_plugins``)."""
-
-    loading: ClassVar[str] = ""
-    """The plugin that is being imported; "" outside of ``load_plugins``."""
-    disabled: ClassVar[frozenset[str]] = frozenset()
-
-
 class Registry:
     """Entries by name.
 
@@ -39,6 +31,9 @@ class Registry:
         of_plugins: the plugins of this repository that register other names, for messages.
     """
 
+    disabled: ClassVar[frozenset[str]] = frozenset()
+    """The plugins whose entries are hidden, in all registries (``disable_plugins``)."""
+
     def __init__(
         self, option: str, core: Mapping[str, str] | None = None, of_plugins: Mapping[str, str] | None = None
     ) -> None:
@@ -46,7 +41,6 @@ class Registry:
         self.of_plugins = of_plugins or {}
         self._core = tuple(core or ())
         self._entries: dict[str, Any] = dict(core or {})
-        self._plugins: dict[str, str] = {}  # by entry: the plugin that added it
 
     def register(self, name: str) -> Callable[[Entry], Entry]:
         """Class or function decorator that registers an entry.
@@ -68,10 +62,11 @@ class Registry:
         if earlier != _origin(entry):
             raise ConfigError(f"{self.option} = {name!r} is registered twice, by {earlier} and {_origin(entry)}")
         self._entries[name] = entry
-        self._plugins[name] = _Plugins.loading
 
     def _is_there(self, name: object) -> bool:
-        return name in self._entries and self._plugins.get(str(name)) not in _Plugins.disabled
+        if name not in self._entries:
+            return False
+        return not self.disabled or _plugin_of(self._entries[str(name)]) not in self.disabled
 
     def __iter__(self) -> Iterator[str]:
         """The names: those of the core, then the others by name, whatever the order of imports."""
@@ -103,7 +98,7 @@ class Registry:
     def missing_plugin(self, name: str) -> str:
         """Which plugin would add the entry ``name``, which is not there, and why it does not; "" if none is known."""
         if name in self._entries:
-            return f"the plugin {self._plugins[name]}, which job.disable_plugins turns off"
+            return f"the plugin {_plugin_of(self._entries[name])}, which job.disable_plugins turns off"
         return f"the plugin {self.of_plugins[name]}, which is not installed" if name in self.of_plugins else ""
 
     def check(self, name: str, option: str) -> None:
@@ -165,6 +160,18 @@ def missing_plugin(error: ModuleNotFoundError, module: str) -> str | None:
 def _origin(entry: Any) -> str:
     """Module and name of an entry."""
     return entry if isinstance(entry, str) else f"{entry.__module__}:{getattr(entry, '__qualname__', entry)}"
+
+
+def _plugin_of(entry: Any) -> str:
+    """The plugin whose code ``entry`` is, by the name of its folder or entry point; "" for the core's and a user's."""
+    parts = re.split(r"[.:]", _origin(entry))
+    return parts[2] if parts[:2] == ["torchtrain", "plugins"] else _names_of_packages().get(parts[0], "")
+
+
+@cache
+def _names_of_packages() -> dict[str, str]:
+    """The entry points of plugins, by the package that each names."""
+    return {re.split(r"[.:]", point.value)[0]: point.name for point in entry_points(group="torchtrain.plugins")}
 
 
 def import_modules(names: Sequence[str], option: str = "job.import") -> None:
@@ -327,28 +334,16 @@ def load_plugins() -> None:
         ConfigError: an installed plugin cannot be imported.
     """
     for module in pkgutil.iter_modules([str(PLUGINS)]):
-        with _entries_of(module.name):
-            import_module(f"torchtrain.plugins.{module.name}")
+        import_module(f"torchtrain.plugins.{module.name}")
     for point in sorted(entry_points(group="torchtrain.plugins"), key=lambda point: point.name):
         try:
-            with _entries_of(point.name):
-                point.load()
+            point.load()
         except Exception as error:  # of any kind: it is code of somebody else
             package = point.dist.name if point.dist else "?"
             raise ConfigError(
                 f"the plugin {point.name!r} of the package {package!r} cannot be imported: "
                 f"{type(error).__name__}: {error}; install what it needs, or uninstall it (pip uninstall {package})"
             ) from error
-
-
-@contextmanager
-def _entries_of(plugin: str) -> Iterator[None]:
-    """Entries that are added in this context are of ``plugin``."""
-    outer, _Plugins.loading = _Plugins.loading, plugin
-    try:
-        yield
-    finally:
-        _Plugins.loading = outer
 
 
 def disable_plugins(names: Collection[str]) -> None:
@@ -363,4 +358,4 @@ def disable_plugins(names: Collection[str]) -> None:
     for name in names:
         if name not in known:
             raise ConfigError(f"job.disable_plugins: {name!r} is not a plugin; there are {', '.join(known)}")
-    _Plugins.disabled = frozenset(names)
+    Registry.disabled = frozenset(names)

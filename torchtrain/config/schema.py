@@ -142,11 +142,11 @@ class Section:
         ``torch.device``. Called on each rank before the process groups are initialized."""
 
     def check_data(self) -> None:
-        """Of a plugin: raise ConfigError if data that these options name cannot be loaded. Called on rank 0, before a
-        run begins, for its later parts."""
+        """Of a plugin: raise ConfigError if data that these options name cannot be loaded. Called on each rank before
+        training begins, for the later parts of a run; the first one loads them."""
 
     @property
-    def trainer(self) -> str:
+    def trainer_class(self) -> str:
         """Of a plugin: "module:attribute" of the subclass of ``trainer.Trainer`` that trains a run with these options.
         "": any does."""
         return ""
@@ -202,7 +202,7 @@ class JobSection(Section, name="job"):
     optimizers and other components of your own (docs/extending.md)."""
     disable_plugins: tuple[str, ...] = ()
     """Plugins to turn off, such as ["report"], by the names of their folders in torchtrain/plugins or of their entry
-    points (docs/plugins.md): a run is as if they were not installed."""
+    points (docs/plugins.md): their components, sections and hooks are hidden."""
     stage: str = ""
     """Name of the stage that a resolved config is of; set by the trainer (docs/stages.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -575,7 +575,8 @@ class SourceConfig(Section):
             if name.isdecimal() and path.parent.name:  # as prepare names the folders of several sources
                 return f"{path.parent.name}_{name}"
             kind, compression = suffixes_of(name)
-            return name[: -sum(len(suffix) + 1 for suffix in (kind, compression) if suffix)] if kind else name
+            suffix = "".join(f".{word}" for word in (kind, compression) if word)
+            return name.removesuffix(suffix) if kind else name
         return "_".join(filter(None, (self.name.split("/")[-1], self.subset))) or self.type
 
     @property

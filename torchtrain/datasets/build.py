@@ -106,7 +106,7 @@ def build_dataloader(
     if config.exclude and not held_out:
         exclude = _on_all(partial(read_exclusions, config.exclude), group)
     opened = [open_source(source, context, group) for source, context in zip(config.all, contexts, strict=True)]
-    select = _select_held_out if held_out else _leave_out_held_out
+    select = _select_held_out if held_out else _exclude_held_out
     sources = _on_all(partial(select, config, opened, [context.section for context in contexts]), group)
     by_section = {context.section: source for context, source in zip(contexts, sources, strict=True)}
     _check_sources(config, by_section, exclude)
@@ -163,7 +163,7 @@ def _select_held_out(config: DataConfig, opened: Sequence[DataSource], sections:
     ]
 
 
-def _leave_out_held_out(config: DataConfig, opened: Sequence[DataSource], sections: Sequence[str]) -> list[DataSource]:
+def _exclude_held_out(config: DataConfig, opened: Sequence[DataSource], sections: Sequence[str]) -> list[DataSource]:
     """Of each source the documents that are not of the largest share that a source holds out."""
     share = config.largest_held_out
     if not share:
@@ -193,7 +193,7 @@ def _option_of_data(config: DataConfig) -> str:
     if config.sources:
         return "sources"
     kind: type[SourceType] = DATA_SOURCES[config.source_type]
-    return kind.named_by(config)
+    return kind.data_option(config)
 
 
 def build_loaders(

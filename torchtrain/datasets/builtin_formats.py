@@ -102,7 +102,7 @@ class PlainText(FileFormat):
 
 
 class Parquet(FileFormat):
-    is_utf8 = False
+    is_utf8 = may_be_compressed = False
 
     def read(self, content: Content, column: str, on_malformed: OnMalformed) -> Iterator[str | None]:  # noqa: ARG002
         return _parquet(content.raw, column)
@@ -122,7 +122,7 @@ class Parquet(FileFormat):
 
 
 class Arrow(FileFormat):
-    is_utf8 = False
+    is_utf8 = may_be_compressed = False
 
     def read(self, content: Content, column: str, on_malformed: OnMalformed) -> Iterator[str | None]:  # noqa: ARG002
         return _arrow(content.raw, column)

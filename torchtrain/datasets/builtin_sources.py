@@ -27,8 +27,8 @@ class Files(SourceType):
     """data.type = "files": local text files, or a folder of tokens."""
 
     @classmethod
-    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
-        return "path"
+    def data_option(cls, config: SourceConfig) -> str:
+        return "path" if config.source_type == "files" else "type"  # of a registered subclass
 
     @classmethod
     def query_on_rank0(cls, config: SourceConfig, context: SourceContext) -> bool:
@@ -69,7 +69,7 @@ class StandardLibrary(SourceType):
     """The types of ``STANDARD_LIBRARY``."""
 
     @classmethod
-    def named_by(cls, config: SourceConfig) -> str:
+    def data_option(cls, config: SourceConfig) -> str:
         return "path" if config.source_type == "standard_library" else "type"  # the data of a config that names none
 
     @classmethod

@@ -218,7 +218,7 @@ class SourceType(Component, ABC):
     """
 
     @classmethod
-    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
+    def data_option(cls, config: SourceConfig) -> str:  # noqa: ARG003
         """The option that names the data of ``config``, for messages and checkpoints."""
         return "type"
 

@@ -8,7 +8,7 @@ that document numbers equal row numbers.
 import codecs
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import BinaryIO, ClassVar
 
@@ -55,7 +55,9 @@ class FileFormat(ABC):
     """How documents are read from files of a suffix. Entries of ``FILE_FORMATS`` are instances without state."""
 
     is_utf8: ClassVar[bool] = True
-    """Whether a file is text: it may be compressed, and its encoding is checked. Otherwise it is read by itself."""
+    """Whether a file must be text in UTF-8, which is checked."""
+    may_be_compressed: ClassVar[bool] = True
+    """Whether a file may have a second suffix, of ``COMPRESSIONS``; many binary formats compress by themselves."""
 
     @abstractmethod
     def read(self, content: Content, column: str, on_malformed: OnMalformed) -> Iterator[str | None]:
@@ -94,18 +96,23 @@ class FileFormat(ABC):
 
 def suffixes() -> str:
     """The suffixes of data files, for messages."""
-    compressed, others = (
-        [f".{suffix}" for suffix in FILE_FORMATS if FILE_FORMATS[suffix].is_utf8 == is_utf8]
-        for is_utf8 in (True, False)
+    plain = [f".{suffix}" for suffix in FILE_FORMATS if FILE_FORMATS[suffix].may_be_compressed]
+    others = [f".{suffix}" for suffix in FILE_FORMATS if not FILE_FORMATS[suffix].may_be_compressed]
+    return (
+        f"{', '.join(plain)} (also {_alternatives([f'.{suffix}' for suffix in COMPRESSIONS])}), {_alternatives(others)}"
     )
-    also = " or ".join(f".{suffix}" for suffix in COMPRESSIONS)
-    return f"{', '.join(compressed)} (also {also}), {' or '.join(others)}"
+
+
+def _alternatives(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def kind_of(name: str) -> tuple[str, str]:
     """Suffix of the format and of the compression of a file, by its name; ("", "") if it is not a data file."""
     kind, compression = suffixes_of(name)
-    return ("", "") if compression and not (kind and FILE_FORMATS[kind].is_utf8) else (kind, compression)
+    if compression and not (kind and FILE_FORMATS[kind].may_be_compressed):
+        return "", ""
+    return kind, compression
 
 
 def documents(raw: BinaryIO, name: str, column: str, on_malformed: OnMalformed = ignore) -> Iterator[str | None]:

@@ -1,4 +1,4 @@
-"""The interface of what follows a run from outside, such as the report: one class with the moments of a run."""
+"""Hooks: the interface of code that observes a run, such as the report. One class has a method for each moment."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -36,8 +36,8 @@ class Hook:
     """Base class of hooks. Override the methods of the moments that matter; the others do nothing.
 
     ``config.registry.HOOKS`` has functions that make hooks: they get the ``Trainer`` when all else is built, keep what
-    they need of it, and return a hook, or None if the config does not ask for it. What is wrong in its options, the
-    section of the plugin rejects earlier (``config.schema.Section``).
+    they need of it, and return a hook, or None if the config does not ask for it. The plugin's section rejects invalid
+    options before (``config.schema.Section``).
 
     A hook must not modify what it observes. All ranks have the same hooks; unless a method says "on rank 0", it is
     called on all ranks, and may call collectives.
@@ -114,7 +114,8 @@ class Hook:
     def misses_export(self, step: int) -> bool:  # noqa: ARG002
         """Whether the weights after ``step``, the last one of the run, are still to be exported.
 
-        Also asked at the start of a run that has all its steps, which ends at once if no hook misses an export.
+        All ranks must answer the same. Also asked at the start of a run that has all its steps, which ends at once if
+        no hook misses an export.
         """
         return False
 
@@ -127,7 +128,7 @@ class Hook:
 
 
 class Hooks:
-    """The hooks of a run. Each method calls that of ``all`` in their order."""
+    """The hooks of a run, called in the order of ``all``; ``validate`` and ``export`` are called one by one."""
 
     def __init__(self, *hooks: Hook) -> None:
         self.all = list(hooks)
@@ -182,8 +183,22 @@ class Hooks:
         for hook in self.all:
             hook.begin_interval()
 
-    def metrics(self) -> Mapping[str, float]:
-        return {name: value for hook in self.all for name, value in hook.metrics().items()}
+    def add_metrics(self, line: dict[str, Any]) -> None:
+        """Add the ``metrics`` of all hooks to a line of metrics.
+
+        Raises:
+            TypeError: a hook returns a name that is in the line, or that a line of another kind has, or no number; on
+                all ranks, as otherwise rank 0 would fail alone when it writes the line.
+        """
+        for hook in self.all:
+            for name, value in hook.metrics().items():
+                what = f"{type(hook).__name__}.metrics returned {name}"
+                if name in line or name == "event" or name.startswith("validation_"):
+                    raise TypeError(f"{what}, which has another meaning: give each number a name of its own")
+                if not isinstance(value, int | float):
+                    raise TypeError(f"{what}, a {type(value).__name__}: give a number")
+                hook.shown_metrics.get(name, "").format(value)
+                line[name] = value
 
     def write_kept_files(self, results: RunResults) -> None:
         for hook in self.all:

@@ -177,7 +177,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             "data_wait_fraction": data_wait_fraction,
             "step_seconds": step_seconds,
         }
-        line |= self.hooks.metrics()
+        self.hooks.add_metrics(line)
         if self.writers is not None:
             self.writers.write(line)
             # The first step of a process compiles, connects ranks and fills caches.

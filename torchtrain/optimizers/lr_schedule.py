@@ -1,12 +1,14 @@
 """Learning rate schedule: a function of the step only, without state to save or restore."""
 
 import math
+from abc import ABC
 from dataclasses import dataclass
 from typing import Any
 
 from torchtrain.config.component import Component
 from torchtrain.config.registry import LR_SCHEDULES
 from torchtrain.config.schema import LRSchedulerConfig
+from torchtrain.errors import ConfigError
 from torchtrain.optimizers.container import OptimizerContainer
 
 
@@ -31,7 +33,7 @@ class SchedulePhases:
         return 0.0 if left >= self.decay else 1 - left / self.decay
 
 
-class Decay(Component):
+class Decay(Component, ABC):
     """The learning rate after the warm-up: an entry of ``LR_SCHEDULES``, which ``lr_scheduler.decay_type`` selects.
 
     Args:
@@ -94,6 +96,11 @@ class LRSchedule:
         decay = after_warmup if config.decay_ratio is None else round(length * config.decay_ratio)
         self.phases = SchedulePhases(warmup, length, min(decay, after_warmup), config.min_lr_factor)
         kind: type[Decay] = LR_SCHEDULES[config.decay_type]
+        if not (isinstance(kind, type) and issubclass(kind, Decay)):
+            raise ConfigError(
+                f"lr_scheduler.decay_type = {config.decay_type!r} is registered as {kind!r}: it must be a subclass of "
+                "torchtrain.optimizers.lr_schedule.Decay (docs/adding-an-optimizer.md)"
+            )
         self.decay = kind(self.phases, kind.read_options(config.options, "lr_scheduler.options"))
 
     def rate(self, step: int) -> float:

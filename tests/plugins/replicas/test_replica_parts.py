@@ -312,7 +312,7 @@ def test_a_missing_package_is_named() -> None:
 
 
 def test_without_a_lighthouse_nothing_changes() -> None:
-    assert ReplicasConfig().trainer == ""
+    assert ReplicasConfig().trainer_class == ""
     alone, tensor = Replicas(), torch.ones(2)
     alone.all_reduce(tensor)
     alone.vote()

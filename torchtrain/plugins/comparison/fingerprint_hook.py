@@ -1,4 +1,4 @@
-"""Step hook that writes fingerprints of the steps in ``comparison.fingerprint_steps``, for ``torchtrain.compare``."""
+"""Hook that writes fingerprints of the steps in ``comparison.fingerprint_steps``, for ``torchtrain.compare``."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -13,7 +13,7 @@ from types import TracebackType
 import torch
 from tqdm import tqdm
 
-from torchtrain.config.registry import import_modules
+from torchtrain.config.registry import disable_plugins, import_modules
 from torchtrain.config.schema import JobConfig
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.planner.hardware import Gpu
@@ -27,8 +27,11 @@ def timed_estimate(layout: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> 
     return result, time.process_time() - began
 
 
-def _begin_worker(modules: tuple[str, ...]) -> None:
-    """Prepare a process of the pool: it ends with its parent, and knows what a user's ``modules`` register."""
+def _begin_worker(modules: tuple[str, ...], disabled: tuple[str, ...]) -> None:
+    """Prepare a process of the pool: it ends with its parent, and knows what a user's ``modules`` register.
+
+    ``disabled``: ``job.disable_plugins``.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -40,6 +43,7 @@ def _begin_worker(modules: tuple[str, ...]) -> None:
     torch.set_num_threads(1)
     # torch.fx has a progress bar, whose lock would be a semaphore of the system, and left behind by a killed process.
     tqdm.set_lock(threading.RLock())
+    disable_plugins(disabled)
     import_modules(modules)
 
 
@@ -87,7 +91,8 @@ class EstimatePool:
         if self._executor is None:
             # Not by fork: this process may have threads of OpenMP, which a fork does not copy.
             context = multiprocessing.get_context("spawn")
-            self._executor = ProcessPoolExecutor(self.size, context, _begin_worker, (tuple(layout.job.import_),))
+            options = layout.job.import_, layout.job.disable_plugins
+            self._executor = ProcessPoolExecutor(self.size, context, _begin_worker, options)
         # The terminal sends Ctrl-C to all processes, but it is for this one alone. Others inherit a mask that blocks
         # it; this one gets it when the mask is restored. (The constructor above has already started the process that
         # tracks resources, which would unblock SIGINT.)

@@ -19,7 +19,7 @@ from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
 
 
 class RecorderHook(Hook):
-    """Step hook that marks the beginning of each microbatch and of the optimizer's update in ``recorder``."""
+    """Hook that marks the beginning of each microbatch and of the optimizer's update in ``recorder``."""
 
     def __init__(self, recorder: StepRecorder) -> None:
         self.recorder = recorder

@@ -1,4 +1,4 @@
-"""Step hook that names a rank that computes wrong: each rank repeats a microbatch of another one.
+"""Hook that names a rank that computes wrong: each rank repeats a microbatch of another one.
 
 In a checked step, data-parallel rank r first repeats a microbatch of rank r - 1, whose tokens it gets; the weights are
 the same. What FSDP would reduce of it is hashed, and replaced by zeros. In the course of the step, rank r - 1 hashes

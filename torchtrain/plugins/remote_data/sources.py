@@ -31,8 +31,8 @@ class RemoteFiles(SourceType):
     """data.path with URLs: text files, which are streamed, or a folder of tokens."""
 
     @classmethod
-    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
-        return "path"
+    def data_option(cls, config: SourceConfig) -> str:
+        return "path" if config.source_type == "remote_files" else "type"
 
     @classmethod
     def query_on_rank0(
@@ -110,8 +110,8 @@ class HubDataset(SourceType):
     """data.type = "hub": a dataset of the Hugging Face hub, streamed, or downloaded and tokenized."""
 
     @classmethod
-    def named_by(cls, config: SourceConfig) -> str:  # noqa: ARG003
-        return "name"
+    def data_option(cls, config: SourceConfig) -> str:
+        return "name" if config.source_type == "hub" else "type"
 
     # The module hub is imported in methods, because it imports the libraries of the hub.
 

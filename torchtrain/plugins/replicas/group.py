@@ -587,7 +587,7 @@ class ReplicaGroup(Replicas):
         self._pg.abort()
 
     def vote(self) -> None:
-        # It is complete only when all replicas have come here: then none of their step hooks has raised an error.
+        # It is complete only when all replicas have come here: then none of their hooks has raised an error.
         self.all_reduce(torch.zeros(1))
         if self.size > 1:
             self.heard_at = time.monotonic()

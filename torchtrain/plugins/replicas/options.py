@@ -47,5 +47,5 @@ class ReplicasConfig(Section, name="replicas"):
         return self.id or next(filter(None, given), "")
 
     @property
-    def trainer(self) -> str:
+    def trainer_class(self) -> str:
         return "torchtrain.plugins.replicas.trainer:ReplicaTrainer" if self.lighthouse else ""

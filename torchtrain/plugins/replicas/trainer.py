@@ -390,6 +390,7 @@ class ReplicaTrainer(Trainer):
         elif is_new:  # others have resumed from a checkpoint: no rollback of the run
             started = {"run": self.group.run, "options": self.metrics.options, "same_process": True}
             self.metrics.record_event(self.step, "start", started)
+            self.hooks.undo(self.step)
             self.metrics.restart(self.step)
         else:
             self.metrics.undo(self.step)
