@@ -50,6 +50,7 @@ from torchtrain.plugins.comparison.fingerprints import (
     assemble,
     distance,
     first_difference,
+    multiple_note,
     read,
 )
 from torchtrain.plugins.comparison.options import ComparisonConfig
@@ -548,6 +549,23 @@ def test_non_finite_values_in_both_runs_are_equal() -> None:
             assert distance_of([*figures, 1.0, 2.0, last], [*figures, 1.5, 2.0, last]) > 0.05
     assert distance_of([1.0, 1.0, 1.0, 1.0], [nan, nan, nan, 1.0]) == inf
     assert distance_of([3.0, 3.0, 2.0, 1.0, 2.0], [nan, nan, nan, 1.0, nan]) == inf
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "note"),
+    [
+        ([-1.0, 9.0, 4.0, 0.0, 2.0], [-3.0, 27.0, 12.0, 0.0, 6.0], "in B 3 times its value in A"),
+        ([-1.0, 9.0, 4.0, 1.0, 2.0], [0.5, 4.5, 2.0, -0.5, -1.0], "in B -0.5 times its value in A"),
+        ([1.0, 9.0, 4.0, 0.0, 0.0], [2.0, 18.0, 8.0, 0.0, 0.0], "in B 2 times its value in A"),  # no sample
+        ([1.0, 9.0, 4.0, 2.0, 2.0], [2.0, 14.0, 8.0, 4.0, 4.0], ""),  # other elements than the samples are not doubled
+        ([1.0, 9.0, 4.0, 2.0, 2.0], [2.0, 18.0, 8.0, 4.0, 4.01], ""),
+        ([1.0, 9.0, 4.0, 2.0, 2.0], [math.nan, math.nan, math.nan, math.nan, 4.0], ""),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], [2.0, 18.0, 8.0, 4.0, 4.0], ""),
+    ],
+)
+def test_multiple_of_a_tensor_is_named(first: list[float], second: list[float], note: str) -> None:
+    """Also of embeddings, where the batch may contain the token of one sampled row or of none."""
+    assert multiple_note(*(Fingerprint("float32", [4], "", np.array(n)) for n in (first, second))) == note
 
 
 @pytest.mark.parametrize("differ", [False, True])

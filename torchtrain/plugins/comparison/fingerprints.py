@@ -198,10 +198,13 @@ def first_difference(
 
 def multiple_note(a: Fingerprint, b: Fingerprint) -> str:
     """Return a note if one tensor is a multiple of the other, or ""."""
-    if a.shape == b.shape:
-        x, y = a.numbers[3:], b.numbers[3:]
-        nonzero = np.abs(x) > 0.1 * np.abs(x).max()
-        ratios = y[nonzero] / x[nonzero]
-        if len(ratios) > 1 and np.ptp(ratios) < max(1e-3, GAIN * a.eps) * abs(float(np.median(ratios))):
-            return f"in B {np.median(ratios):.4g} times its value in A"
+    x, y = a.numbers, b.numbers
+    if a.shape == b.shape and x[2] > 0:
+        with np.errstate(all="ignore"):
+            factor = float(np.copysign(y[1] / x[1], x[0] * y[0] + x[3:] @ y[3:]))
+            # The sums of absolute values determine the factor. Of a gradient of embeddings all samples may be 0.
+            expected = np.concatenate(([abs(factor) * x[2]], factor * x[3:]))
+            error = np.abs(y[2:] - expected) / np.abs(expected)
+            if np.all(error[np.abs(x[2:]) > 0.1 * x[2]] < max(1e-3, GAIN * a.eps)):
+                return f"in B {factor:.4g} times its value in A"
     return ""
