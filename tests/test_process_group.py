@@ -203,6 +203,30 @@ def groups_of_a_new_run(folder: Path) -> tuple[set[float], set[int]]:
     return {group._timeout.total_seconds() for group in options}, {group._threads for group in options}
 
 
+def test_pool_of_ranks_keeps_the_files_of_its_stores_until_the_ranks_have_ended() -> None:
+    pool = GlooPool()
+    try:
+        pool.run(1, write_to_the_store_after_the_call)
+    finally:
+        pool.close()
+    assert not Path(pool.folder.name).exists()
+
+
+def write_to_the_store_after_the_call() -> None:
+    """As a store does when its group is freed, which may be long after the call; but often, and to new files."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    folder = Path(store.path).parent
+
+    def write() -> None:
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            (folder / str(time.monotonic_ns())).touch()
+
+    threading.Thread(target=write, daemon=True).start()
+
+
 def test_a_gloo_group_has_one_worker_thread(gloo: GlooPool) -> None:
     assert gloo.run(2, threads_of_a_group, "") == [2, 2]  # the other one waits for messages
     assert gloo.run(2, threads_of_a_group, "lo,lo") == [3, 3]  # of each interface

@@ -25,10 +25,12 @@ class GlooPool:
         self.context = context()
         self.calls = 0
         self.workers: list[tuple[Any, multiprocessing.connection.Connection]] = []
+        # Of the workers' stores. A store writes to its file when its group is freed, which may be long after the call.
+        self.folder = tempfile.TemporaryDirectory()
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         if self.calls % CALLS_PER_PROCESS == 0:
-            self.close()
+            self._kill()
         self.calls += 1
         while len(self.workers) < ranks:
             ours, theirs = self.context.Pipe()
@@ -40,7 +42,7 @@ class GlooPool:
         try:
             return self._call(connections, function, args)
         except BaseException:  # including pytest's timeout
-            self.close()  # ranks may wait in a collective for ever, or send a result that the next call would receive
+            self._kill()  # ranks may wait in a collective for ever, or send a result that the next call would receive
             raise
 
     def _call(
@@ -48,26 +50,26 @@ class GlooPool:
     ) -> list[Any]:
         ranks = len(connections)
         results: dict[int, Any] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, connection in enumerate(connections):
+        store = str(Path(self.folder.name) / f"store-{self.calls}")
+        for rank, connection in enumerate(connections):
+            try:
+                connection.send((rank, ranks, store, function, args))
+            except ConnectionError:
+                raise AssertionError(f"a rank died after the previous call\n{self._deaths()}") from None
+        while len(results) < ranks:
+            waiting = [connections[rank] for rank in range(ranks) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, timeout=self.timeout_seconds)
+            error = f"no rank answered within {self.timeout_seconds} s\n" if not ready else ""
+            for connection in ready:
+                rank = connections.index(connection)
                 try:
-                    connection.send((rank, ranks, str(Path(folder) / "store"), function, args))
-                except ConnectionError:
-                    raise AssertionError(f"a rank died after the previous call\n{self._deaths()}") from None
-            while len(results) < ranks:
-                waiting = [connections[rank] for rank in range(ranks) if rank not in results]
-                ready = multiprocessing.connection.wait(waiting, timeout=self.timeout_seconds)
-                error = f"no rank answered within {self.timeout_seconds} s\n" if not ready else ""
-                for connection in ready:
-                    rank = connections.index(connection)
-                    try:
-                        succeeded, results[rank] = connection.recv()
-                    except (EOFError, ConnectionError):
-                        succeeded, results[rank] = False, "the process died"
-                    if not succeeded:
-                        error += f"rank {rank}: {results[rank]}\n"
-                if error:
-                    raise AssertionError(error + self._deaths())
+                    succeeded, results[rank] = connection.recv()
+                except (EOFError, ConnectionError):
+                    succeeded, results[rank] = False, "the process died"
+                if not succeeded:
+                    error += f"rank {rank}: {results[rank]}\n"
+            if error:
+                raise AssertionError(error + self._deaths())
         return [results[rank] for rank in range(ranks)]
 
     def _deaths(self) -> str:
@@ -76,12 +78,16 @@ class GlooPool:
         codes = {rank: process.exitcode for rank, (process, _) in enumerate(self.workers)}
         return "".join(f"rank {rank}: exit code {code}\n" for rank, code in codes.items() if code is not None)
 
-    def close(self) -> None:
+    def _kill(self) -> None:
         for process, connection in self.workers:
             process.kill()
             process.join()
             connection.close()
         self.workers.clear()
+
+    def close(self) -> None:
+        self._kill()
+        self.folder.cleanup()
 
 
 def _serve(connection: multiprocessing.connection.Connection) -> None:
