@@ -89,6 +89,6 @@ def test_two_runs_that_start_at_once_on_two_machines(network: None, text: Path, 
     cache = tmp_path / "cache"
     outputs = finish([start(machine, text, tmp_path / str(machine), cache, *alone) for machine in range(2)])
     assert sum("another run tokenizes it into" in output for output in outputs) <= 1  # none if one is much later
-    assert all("tokens in the cache" in output for output in outputs)
+    assert [output for output in outputs if "tokens in the cache" not in output] == []
     assert logged_losses(tmp_path / "0") == logged_losses(tmp_path / "1")
     assert len(tokens_in(cache)) > 3
