@@ -49,7 +49,9 @@ def on_one_rank(module: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return accuracies(tmp_path_factory.mktemp("one"), module, 1)
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor", "pipeline", "context"])
+@pytest.mark.parametrize(
+    "axis", ["tensor", "pipeline", *(pytest.param(axis, marks=pytest.mark.slow) for axis in ("data", "context"))]
+)
 def test_accuracy_is_that_of_one_rank(axis: str, module: Path, on_one_rank: list[float], tmp_path: Path) -> None:
     options = [] if axis == "data" else [f"--parallelism.{axis}_parallel_degree=2"]
     if axis == "pipeline":

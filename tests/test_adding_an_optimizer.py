@@ -61,7 +61,7 @@ def logged(folder: Path, key: str) -> list[float]:
     return [line[key] for line in lines if key in line]
 
 
-@pytest.mark.parametrize("layout", ["shard 2", "tensor 2"])
+@pytest.mark.parametrize("layout", [pytest.param("shard 2", marks=pytest.mark.slow), "tensor 2"])
 def test_lion_on_two_ranks_trains_as_on_one(layout: str, modules: Path, tmp_path: Path) -> None:
     options = ["--job.config_file", str(config_file(tmp_path, 0)), "--model.shape.n_kv_heads", "2"]
     degree = ["--parallelism.tensor_parallel_degree", "2"] if layout == "tensor 2" else []

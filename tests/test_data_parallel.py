@@ -218,7 +218,7 @@ def test_one_cpu_rank_has_one_fsdp_group_by_default(gloo: GlooPool, ranks: int, 
 @pytest.mark.parametrize(
     ("flavor", "degrees"),
     [
-        ("70B", ParallelDims(shard=512)),
+        pytest.param("70B", ParallelDims(shard=512), marks=pytest.mark.slow),
         pytest.param("405B", ParallelDims(replicate=2, shard=256), marks=pytest.mark.slow),
         ("405B", ParallelDims(replicate=2, shard=16, context=2, tensor=8)),
     ],

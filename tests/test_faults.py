@@ -77,15 +77,15 @@ def steps_done(folder: Path) -> int:
     return max((json.loads(line)["step"] for line in file.read_text().splitlines()), default=0) if file.exists() else 0
 
 
-@pytest.mark.parametrize("seed", [0])
-def test_run_killed_at_random_ends_like_an_uninterrupted_run(tmp_path: Path, uninterrupted: Path, seed: int) -> None:
-    rng = random.Random(seed)
-    for kill in range(4):
+@pytest.mark.parametrize("kills", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_run_killed_at_random_ends_like_an_uninterrupted_run(tmp_path: Path, uninterrupted: Path, kills: int) -> None:
+    rng = random.Random(0)
+    for kill in range(kills):
         run = ForkedRun(tmp_path, hook=slow_steps)
         start = steps_done(tmp_path)
         run.wait_for(lambda: steps_done(tmp_path) > min(start, STEPS - 4))  # noqa: B023
         time.sleep(rng.random() * 0.2)
-        run.kill(*([0], [1], [0, 1], [1])[kill])
+        run.kill(*([0], [0, 1], [1], [1])[kill])
         run.end()
         assert_all_complete(tmp_path)
     finish(tmp_path)
@@ -694,7 +694,9 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
     [
         (stop_before_update, r"all_reduce at gradient_reducer\.py", ()),
         pytest.param(stop_before_batch, r"all_reduce at trainer\.py", (), marks=pytest.mark.slow),
-        (stop_in_a_block, r"(\w+ at model|all_to_all_single at reduce_scatter)\.py", ()),
+        pytest.param(
+            *(stop_in_a_block, r"(\w+ at model|all_to_all_single at reduce_scatter)\.py", ()), marks=pytest.mark.slow
+        ),
         (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),
     ],
     ids=["step", "batch", "shards", "pipeline"],

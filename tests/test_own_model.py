@@ -83,17 +83,14 @@ def of_models(*fast: str) -> Any:
     return pytest.mark.parametrize("trained", names, indirect=True, scope="module")
 
 
-# Tensor parallelism of each model depends on its modules; the other layouts take blocks as they are.
-on_layouts = pytest.mark.parametrize(
-    ("trained", "layout"),
-    [
-        pytest.param(name, layout, marks=[] if layout == "tensor" or name == "sandwich" else pytest.mark.slow)
+def on_layouts(*fast: tuple[str, str]) -> Any:
+    """Parametrizes a test by ``trained`` and ``layout``; of other pairs than ``fast`` it is slow."""
+    pairs = [
+        pytest.param(name, layout, marks=[] if (name, layout) in fast else pytest.mark.slow)
         for name in MODELS_OF_PAGES
         for layout in LAYOUTS
-    ],
-    indirect=["trained"],
-    scope="module",
-)
+    ]
+    return pytest.mark.parametrize(("trained", "layout"), pairs, indirect=["trained"], scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +110,8 @@ def imported(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
     return __import__
 
 
-@on_layouts
+# Tensor parallelism of each model depends on its modules; the other layouts take blocks as they are.
+@on_layouts(*((name, "tensor") for name in MODELS_OF_PAGES), *(("sandwich", layout) for layout in LAYOUTS))
 def test_own_model_trains_the_same_run_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:

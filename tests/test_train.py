@@ -97,6 +97,7 @@ def test_default_run_learns_and_writes_all_outputs(tmp_path: Path) -> None:
     assert [line["step"] for line in logged_metrics(folder) if "loss" in line][3:] == [13, 14]
 
 
+@pytest.mark.slow  # test_faults.py kills the ranks of smaller runs, and one of torchrun's
 def test_run_killed_twice_is_bitwise_identical_to_an_uninterrupted_run(
     tmp_path: Path, forked_ranks: dict[str, str]
 ) -> None:

@@ -43,7 +43,9 @@ sys.exit(import_module(f"torchtrain.{sys.argv[2]}").main(sys.argv[3:]))
 """
 
 
-@pytest.mark.parametrize("package", MISSING)
+@pytest.mark.parametrize(
+    "package", ["datasets", *(pytest.param(name, marks=pytest.mark.slow) for name in MISSING if name != "datasets")]
+)
 def test_missing_package_is_named_with_the_command_that_installs_it(package: str, tmp_path: Path) -> None:
     name, option, plugin = MISSING[package]
     options = [option, *([f"--job.dump_folder={tmp_path}", "--training.steps=2"] if name == "train" else [])]
@@ -56,6 +58,7 @@ def test_missing_package_is_named_with_the_command_that_installs_it(package: str
     assert found.returncode == 2
 
 
+@pytest.mark.slow  # .ci/core trains without these packages
 def test_run_on_local_data_needs_no_package_of_a_plugin(tmp_path: Path) -> None:
     """But what its end shows."""
     optional = ["datasets", "fsspec", "huggingface_hub", "tomlkit", "torchao", "transformers", "lm_eval", "wandb"]

@@ -37,7 +37,7 @@ def trained(
     return request.param, folder
 
 
-@on_layouts
+@on_layouts(*(("sandwich", layout) for layout in LAYOUTS))
 def test_norms_of_an_own_model_are_the_same_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:

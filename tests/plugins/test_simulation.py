@@ -88,7 +88,7 @@ def check(report: Report, *, offload: bool = False) -> None:
         assert report.host_work == set()
 
 
-LIKE_OTHERS = ("llama2_13b", "llama2_70b", "llama3_3b")  # but for the size
+LIKE_OTHERS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_1b", "llama3_3b", "llama3_70b")  # but for the size
 
 
 @pytest.mark.parametrize(
@@ -158,6 +158,8 @@ def with_version_marks(names: Iterable[str], slow: Container[str] = ()) -> list[
 
 
 SLOW = ("1F1B-documents-nine", "1F1B-documents-eager", "context-documents-compiled", "GPipe-compiled")
+# With the schedules 1F1B and ZBVZeroBubble, and document masks and compiled blocks on other axes.
+SLOW += ("1F1B-documents", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "async-tensor")
 
 
 @pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=SLOW))
@@ -283,7 +285,9 @@ def test_config_that_passes_validation_runs(gpu: fake_cuda.Worker, seed: int) ->
 SIMULATED_ON_CPU = ("shards", "replicas", "tensor-context", "memory-budget", "1F1B", "GPipe-compiled", "ZBVZeroBubble")
 
 
-@pytest.mark.parametrize("name", with_version_marks(SIMULATED_ON_CPU, slow=SLOW))
+@pytest.mark.parametrize(
+    "name", with_version_marks(SIMULATED_ON_CPU, slow=("1F1B", "ZBVZeroBubble", "replicas", *SLOW))
+)
 def test_simulation_on_the_cpu_agrees_with_the_simulation_on_a_gpu(
     gpu: fake_cuda.Worker, on_gpu: Reports, name: str
 ) -> None:

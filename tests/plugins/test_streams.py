@@ -520,7 +520,8 @@ def overlaps(report: StreamReport, name: str, phase: str, kernel: str) -> list[i
     return [o.kernels[kernel] for o in report.asynchronous if (o.name, o.phase) == (name, phase)]
 
 
-SLOW = ("one rank of a pipeline, bfloat16", "offload")  # repeat others on more ranks
+# Repeat others on more ranks or with another schedule.
+SLOW = ("one rank of a pipeline, bfloat16", "offload", "Interleaved1F1B", "one rank, bfloat16")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 import crash_test
 import crash_test_composed
 import psutil
+import pytest
 from disk_faults import DiskFaults
 from forked_run import (
     ForkedRun,
@@ -38,11 +39,15 @@ class ForkedScript:
         return self.run.output()
 
 
-def test_run_with_composed_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path) -> None:
+ROUNDS = [["layout", "move", "file_times", "kill_rank"], ["pause_rank", "clock", "full_disk"]]
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_run_with_composed_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path, rounds: int) -> None:
     data = tmp_path / "training.jsonl"
     crash_test.write_training_data(data)
     trial = crash_test_composed.Trial(tmp_path, ForkedScript, data, disk, ranks_allowed=(1, 2), latest_seconds=1.5)
-    for seed, kinds in enumerate((["pause_rank", "clock", "full_disk"], ["layout", "move", "file_times", "kill_rank"])):
+    for seed, kinds in enumerate(ROUNDS[:rounds]):
         crash_test_composed.Round(trial, seed, random.Random(seed)).play(kinds)
     steps = crash_test_composed.disturb(trial, 0, 0, []) + 4
     uninterrupted = tmp_path / "uninterrupted"

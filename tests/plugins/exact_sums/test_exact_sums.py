@@ -148,6 +148,7 @@ COMBINATIONS: dict[str, tuple[dict[str, Any], TransformerConfig, list[tuple[int,
         ],
     ),
 }
+NOT_BY_DEFAULT = ("bfloat16, tied, recomputed", "pipeline, several rounds")  # a pipeline has a test below
 # Slow: each step of DTensor's tensor parallelism, and compilation.
 SLOW = {
     "eight ranks, one sequence each": ({"training": {"local_batch_size": 1}}, SHAPE, [(3, {}), (8, {})]),
@@ -183,7 +184,7 @@ SLOW = {
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        *((name, STEPS) for name in COMBINATIONS if name != "bfloat16, tied, recomputed"),
+        *((name, STEPS) for name in COMBINATIONS if name not in NOT_BY_DEFAULT),
         *(pytest.param(name, 20, marks=pytest.mark.slow) for name in COMBINATIONS | SLOW),
     ],
 )

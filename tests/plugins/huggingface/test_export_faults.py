@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 from forked_run import (
     ForkedRun,
     finish,
@@ -62,6 +63,7 @@ def test_stop_during_the_export_waits_for_it_or_leaves_it_to_the_next_start(tmp_
     assert "the run is complete" in finish(tmp_path, *options)
 
 
+@pytest.mark.slow  # test_faults.py interrupts validations, and the test above an export
 def test_interrupted_validation_and_export_are_repeated_on_resume(tmp_path: Path) -> None:
     """The validation after a saved step, and the export of the last step."""
     folder, options = resume_after_interrupted_validations(tmp_path, "--huggingface.export")

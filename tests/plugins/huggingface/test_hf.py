@@ -649,18 +649,22 @@ def test_broken_link_as_target_is_rejected(tmp_path: Path, to: str) -> None:
         convert(tmp_path, tmp_path / "out", to, "float32")
 
 
+def save_model_of_96_positions(folder: Path) -> tuple[str, ...]:
+    """Returns the options of a run that starts from its weights."""
+    config = LlamaConfig(**hf.hf_config(replace(TINY, max_seq_len=96), "float32", 1, 2))
+    LlamaForCausalLM(config).save_pretrained(folder)
+    write_hf_config(folder, replace(TINY, max_seq_len=96), "float32", "")
+    return ("--checkpoint.initial_load_path", str(folder), "--huggingface.export")
+
+
+def context(folder: Path) -> int:
+    return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
+
+
 def test_export_keeps_the_context_length_of_the_initial_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
-    source = tmp_path / "source"
-    config = LlamaConfig(**hf.hf_config(replace(TINY, max_seq_len=96), "float32", 1, 2))
-    LlamaForCausalLM(config).save_pretrained(source)
-    write_hf_config(source, replace(TINY, max_seq_len=96), "float32", "")
-    weights = ("--checkpoint.initial_load_path", str(source), "--huggingface.export")
-
-    def context(folder: Path) -> int:
-        return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
-
-    run = tmp_path / "by folder"
+    source, run = tmp_path / "source", tmp_path / "run"
+    weights = save_model_of_96_positions(source)
     message = "training.seq_len is 32: exports of this run, evaluate and generate take 96 as the longest context"
     assert message in finish(run, *weights, "--model.hf_folder", str(source), "--training.steps", "1", ranks=1)
     assert context(run / "hf") == 96
@@ -670,9 +674,12 @@ def test_export_keeps_the_context_length_of_the_initial_model(tmp_path: Path, mo
     convert(tmp_path / "ours", tmp_path / "again", "hf", "float32")
     assert context(tmp_path / "again") == 96
     assert load_model(run).model.config.max_seq_len == 96
-    dist.destroy_process_group()
 
-    run = tmp_path / "by flavor"
+
+@pytest.mark.slow
+def test_export_of_a_run_by_flavor_keeps_the_context_length_or_has_that_of_its_options(tmp_path: Path) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    weights = save_model_of_96_positions(source)
     finish(run, *weights, "--training.steps", "2", ranks=1)
     shutil.rmtree(source)
     shutil.rmtree(run / "hf")

@@ -82,10 +82,11 @@ def generate_with_command(source: Path, folder: Path, prompts: Sequence[str]) ->
     return [json.loads(line)["tokens"] for line in output.read_text().splitlines()]
 
 
+@pytest.mark.slow  # test_hf.py trains from such weights and exports them, and test_generation.py uses an export
 @pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
 @pytest.mark.parametrize(
     ("family", "scored"),
-    [("Qwen3", False), *(pytest.param(family, True, marks=pytest.mark.slow) for family in FAMILIES)],
+    [("Qwen3", False), *((family, True) for family in FAMILIES)],
 )
 def test_hf_folder_is_trained_exported_and_used_by_every_command(
     tmp_path: Path, family: str, scored: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

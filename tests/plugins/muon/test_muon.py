@@ -34,7 +34,7 @@ MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 ODD = replace(TINY, n_layers=2, head_dim=6, ffn_dim=54)
 MUON_LAYOUTS = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices")]
 # The other layouts take as long as all of tests/test_parallelism.py; they are marked slow.
-FAST = {("S2", "odd"), ("R2 S2", "tied"), ("T4", "tied-odd"), ("P2 Interleaved1F1B", "deep-tied")}
+FAST = {("S2", "odd"), ("R2 S2", "tied"), ("P2 Interleaved1F1B", "deep-tied")}
 FAST |= {("S2 C2 T2", "odd matrices")}  # test_learning.py has one with a pipeline
 
 

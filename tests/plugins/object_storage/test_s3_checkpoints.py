@@ -60,6 +60,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # test_object_storage.py kills a save at each request
 def test_run_killed_in_s3_ends_like_one_in_a_folder(
     s3_server: S3Server, bucket: str, local: Path, tmp_path: Path
 ) -> None:

@@ -154,7 +154,7 @@ def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
     ("ranks", "parallelism", "optimizer", "ema"),
     [
         (1, {}, "adamw", False),
-        (2, {}, "adamw", False),
+        pytest.param(2, {}, "adamw", False, marks=pytest.mark.slow),
         (2, {"tensor_parallel_degree": 2}, "adamw", False),
         (2, {"pipeline_parallel_degree": 2}, "adamw", False),
         (2, {}, "muon", False),
@@ -223,8 +223,7 @@ def test_flops_of_a_step_are_those_of_the_formula() -> None:
     ("degree", "dtype"),
     [
         (2, "float32"),
-        (4, "bfloat16"),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bfloat16"), (4, "float32"))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "bfloat16"), (4, "float32"), (4, "bfloat16"))),
     ],
 )
 def test_context_parallel_ranks_compute_equal_parts_of_causal_attention(degree: int, dtype: str) -> None:
@@ -392,7 +391,9 @@ def test_update_has_the_operations_and_the_live_bytes_of_the_page(name: str, sec
     "parallelism",
     [
         {"tensor_parallel_degree": 2},
-        {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (2, 1)},
+        pytest.param(
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (2, 1)}, marks=pytest.mark.slow
+        ),
     ],
     ids=["shard and tensor", "pipeline"],
 )
@@ -440,7 +441,10 @@ def test_pipeline_ranks_with_other_layers_are_not_represented(
 
 @pytest.mark.parametrize(
     "schedule",
-    ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow)],
+    [
+        *("1F1B", "ZBVZeroBubble"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Interleaved1F1B", "InterleavedZeroBubble")),
+    ],
 )
 def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = (1,) * (4 * STAGES_PER_RANK[schedule])
@@ -579,8 +583,7 @@ def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -
 @pytest.mark.parametrize(
     ("recipe", "mode", "unfused"),
     [
-        ("none", "none", {}),
-        pytest.param("none", "selective", {}, marks=pytest.mark.slow),
+        *(pytest.param("none", mode, {}, marks=pytest.mark.slow) for mode in ("none", "selective")),
         ("tensorwise", "none", {("reduce_scatter_tensor", "backward"): 2}),
     ],
 )
@@ -658,7 +661,10 @@ HIDDEN = 2 * 2 * TINY.max_seq_len * TINY.dim  # bytes of the activations of a mi
     [
         ({"recipe": "none"}, HIDDEN, 0, 0),
         ({"recipe": "tensorwise"}, HIDDEN // 2, 4, 7),
-        ({"recipe": "tensorwise", "enable_fsdp_float8_all_gather": False}, HIDDEN // 2, 4 + 7, 7 + 7),
+        pytest.param(
+            *({"recipe": "tensorwise", "enable_fsdp_float8_all_gather": False}, HIDDEN // 2, 4 + 7, 7 + 7),
+            marks=pytest.mark.slow,
+        ),
         ({"recipe": "rowwise"}, HIDDEN, 4, 10),
     ],
 )
@@ -941,8 +947,6 @@ def test_layout_of_the_search_is_accepted_by_the_trainer(
     # The search simulates few layers; the result must hold for all of them.
     full = estimate_of(with_estimate(config, world_size=2))
     assert full.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
-    assert command.main([*argv, "--estimate.memory_gib", "0.01"]) == 2
-    assert "none of the" in capsys.readouterr().err
 
 
 def test_search_starts_from_a_config_that_the_trainer_rejects(

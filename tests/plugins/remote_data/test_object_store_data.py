@@ -250,7 +250,7 @@ def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> No
         make_loader(DataConfig(path=("s3://bucket/column", "file:///a.jsonl")))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=pytest.mark.slow), "parquet"])
 def test_tokenizing_from_s3_to_s3_writes_the_same_bytes(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
