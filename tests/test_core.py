@@ -236,9 +236,11 @@ from torchtrain.distributed.mesh import local
 from torchtrain.metrics.hooks import Hook
 from torchtrain.metrics.writers import MetricsWriter
 from torchtrain.models.llama.families import LLAMA3
+from torchtrain.models.loss import OutputLoss
 from torchtrain.optimizers.base import ShardedOptimizer
 from torchtrain.optimizers.lr_schedule import Decay
 from torchtrain.parallelisms.linear_conversion import LinearConversion
+from torchtrain.parallelisms.model_split import ModelSplit
 
 @registry.CONFIG_SECTIONS.register("example")
 @dataclass(frozen=True)
@@ -347,6 +349,16 @@ class Counting(LinearConversion):
 def counting(config):
     return Counting() if section_of(config, ExampleConfig).answer == 42 else None
 
+class Whole(ModelSplit):
+    def apply(self, model, mesh):
+        Path("split.txt").write_text(str(len(model.layers)))
+    def loss(self, mesh, *args, **options):
+        return OutputLoss(*args, **options)
+
+@registry.MODEL_SPLITS.register("whole")
+def whole(config):
+    return Whole() if section_of(config, ExampleConfig).answer == 42 else None
+
 class Plain(WeightFormat):
     def recognizes(self, path):
         return (path / "weights.pt").exists()
@@ -454,6 +466,7 @@ def test_installed_package_adds_components(tmp_path: Path) -> None:
 
     assert (tmp_path / "reduced.txt").read_text() == "4"
     assert int((tmp_path / "changes.txt").read_text()) >= 4
+    assert (tmp_path / "split.txt").read_text() == "2"
 
     second = [f"--job.dump_folder={tmp_path / 'second'}", f"--checkpoint.folder=mine://{tmp_path / 'saved_second'}"]
     second += [f"--checkpoint.initial_load_path=here://{tmp_path / 'run'}", "--optimizer.lr=1e-30"]

@@ -284,11 +284,17 @@ LINEAR_CONVERSIONS = Registry("the name of a conversion of linear layers")
 not ask for one."""
 
 
+MODEL_SPLITS = Registry("the name of a split of models")
+"""Functions that get the config, and return a ``parallelisms.model_split.ModelSplit``, or None if it does not ask for
+one."""
+
+
 CONFIG_SECTIONS = Registry(
     "the name of a section",
     {"prepare": "torchtrain.config.prepare_options:PrepareConfig"},
     of_plugins={
         "estimate": "torchtrain.plugins.planner",
+        "grains": "torchtrain.plugins.exact_sums",
         **{
             name: f"torchtrain.plugins.{name}"
             for name in (

@@ -32,8 +32,7 @@ def build_cpu_model(model_config: DecoderConfig, mesh: Mesh, device: torch.devic
     model = build_parallel_model(model_config, mesh, device, config, build_cpu_gradient_reducer(config, mesh))
     model.loss.max_logits_bytes = MAX_LOGITS_BYTES
     for part in model.model_parts:
-        if mesh.degrees.context == 1:
-            apply_batched_attention_backward(part, training.attention_backend, dtype)
+        apply_batched_attention_backward(part, training.attention_backend, dtype)
         for module in part.modules():
             if isinstance(module, ContextParallelAttention):
                 module.flash = False  # that kernel is only for GPUs
@@ -53,7 +52,9 @@ def has_batched_attention_backward(wanted: str, dtype: torch.dtype) -> bool:
 def apply_batched_attention_backward(model: Decoder, wanted: str, dtype: torch.dtype) -> None:
     """Replace the inner attention of each block of ``model`` if ``has_batched_attention_backward``."""
     if has_batched_attention_backward(wanted, dtype):
-        model.replace_inner_attention(lambda _: BatchedBackwardAttention())
+        model.replace_inner_attention(
+            lambda inner: inner if isinstance(inner, ContextParallelAttention) else BatchedBackwardAttention()
+        )
 
 
 def prefetch_blocks(model: Decoder) -> None:

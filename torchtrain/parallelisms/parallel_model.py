@@ -16,6 +16,7 @@ from torchtrain.models.loss import OutputLoss
 from torchtrain.models.spec import Decoder, DecoderConfig, build_model, spec_of
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
+from torchtrain.parallelisms.model_split import model_split
 from torchtrain.parallelisms.parallelize_llama import build_gradient_reducer, parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import Pipeline, build_stages
 from torchtrain.parallelisms.tensor_parallel import reduce_norm_gradients
@@ -117,7 +118,9 @@ def build_parallel_model(
         stage.to_empty(device="cpu" if training.enable_cpu_offload else device)
         stage.tie_weights()  # to_empty splits a shared parameter in two
     has_stages = mesh.degrees.pipeline > 1
-    loss = OutputLoss(
+    split = model_split(config)
+    make_loss = OutputLoss if split is None else partial(split.loss, mesh)
+    loss = make_loss(
         training.loss_chunk_tokens,
         z_weight=training.z_loss_weight,
         compile=config.compile.enable,

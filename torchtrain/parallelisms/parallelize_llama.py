@@ -15,6 +15,7 @@ from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_para
 from torchtrain.parallelisms.context_parallel import apply_context_parallel
 from torchtrain.parallelisms.fsdp import apply_fsdp
 from torchtrain.parallelisms.linear_conversion import linear_conversion
+from torchtrain.parallelisms.model_split import model_split
 from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, apply_tensor_parallel
 
 
@@ -30,14 +31,17 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
     conversion = linear_conversion(config)
     if conversion is not None:
         conversion.convert(model, mesh.degrees.fsdp)
-    if mesh.degrees.tensor > 1:
+    split = model_split(config)
+    if split is not None:
+        split.apply(model, mesh)
+    elif mesh.degrees.tensor > 1:
         apply_tensor_parallel(
             model,
             mesh.tensor,
             sequence_parallel=parallelism.enable_sequence_parallel,
             styles=PLAIN_STYLES if conversion is None else conversion.styles(),
         )
-    if mesh.degrees.context > 1:
+    if split is None and mesh.degrees.context > 1:
         apply_context_parallel(model, mesh.context)
     if config.activation_checkpoint.mode not in ("none", "memory_budget"):  # apply_compile implements memory_budget
         apply_activation_checkpoint(model, config.activation_checkpoint)
