@@ -15,8 +15,9 @@ one fault, in random order:
 - changed data: a data file is replaced by another one of the same size and time before the run starts;
 - flipped read: while a checkpoint is verified and loaded, one read returns a flipped bit.
 
-``--composed`` injects several faults into each round (``crash_test_composed.py``). ``--replicas 3`` trains replicas
-instead, which die (``crash_test_replicas.py``).
+``--grains`` computes in grains, and starts each run on another layout of the two ranks: data, tensor, context or
+pipeline parallelism. ``--composed`` injects several faults into each round (``crash_test_composed.py``). ``--replicas
+3`` trains replicas instead, which die (``crash_test_replicas.py``).
 
 Every exit code must be the one that docs/faults.md documents, and every complete checkpoint must match its manifest. In
 the end the run must be bitwise identical to an undisturbed run, and no process or temporary file may be left.
@@ -66,6 +67,14 @@ RUN = f"""
 --faults.stop_grace_seconds {GRACE_SECONDS}
 --validation.enable --validation.interval {VALIDATION_INTERVAL} --validation.steps 8
 """
+GRAINS = "--training.sums exact --grains.tensor 2 --grains.context 4"
+LAYOUTS = (  # of two ranks, with one row in a microbatch
+    "",
+    "--parallelism.tensor_parallel_degree 2",
+    "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel",
+    "--parallelism.context_parallel_degree 2",
+    "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2",
+)
 FOR_EVER = 10**9  # steps
 STOPPED, STORAGE, REJECTED = [75] * RANKS, [74] * RANKS, [2] * RANKS
 
@@ -530,6 +539,7 @@ def main() -> None:
     parser.add_argument("--composed", type=int, default=0, help="rounds of crash_test_composed.py instead")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no round of --composed begins later")
     parser.add_argument("--kinds", nargs="+", help="kinds of the faults of --composed or --replicas; default: all")
+    parser.add_argument("--grains", action="store_true", help="another layout at each start")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--storage", choices=["local", "s3"], default="local", help="s3: crash_test_s3.py")
     parser.add_argument(
@@ -567,7 +577,13 @@ def main() -> None:
         return
     disk = DiskFaults(folder) if options.faults else None
 
+    layouts: Counter[str] = Counter()
+
     def start(where: Path, words: list[str]) -> Run:
+        if options.grains:
+            layout = rng.choice(LAYOUTS)
+            layouts[layout] += 1
+            words = [*words, *GRAINS.split(), *layout.split()]
         return Processes(where, words, disk.environment if disk else {})
 
     disturbed, undisturbed = (
@@ -582,6 +598,8 @@ def main() -> None:
     made = ", ".join(f"{count} x {name}" for name, count in sorted(disturbed.rounds.items()))
     print(f"{made} ({disturbed.inside_saves} kills inside saves); {steps} steps: {equal} tensors bitwise equal")
     print(f"0 of {compared} steps differ")
+    for layout, starts in layouts.items():
+        print(f"{starts} starts with {layout or 'data parallelism'}")
 
 
 if __name__ == "__main__":
