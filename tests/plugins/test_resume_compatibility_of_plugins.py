@@ -27,6 +27,7 @@ FROZEN: dict[Kind, dict[str, str]] = {  # every option of a plugin, by kind and 
     },
     Kind.CHANGES: {
         "float8": "recipe enable_fsdp_float8_all_gather filter_small_layers",
+        "grains": "tensor context",
     },
 }
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import Mesh
@@ -72,9 +73,9 @@ class GradientReducer:
         """
         return True
 
-    def row_norms(self, gradient: Tensor) -> Tensor:
+    def row_norms(self, gradient: DTensor) -> Tensor:
         """L2 norms along the last dimension of this rank's shard of a gradient; the result is 1-D."""
-        norms: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+        norms: Tensor = torch.linalg.vector_norm(gradient.to_local(), dim=-1)
         return norms.flatten()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def clip_grad_norm(
     own = [g for p, g in gradients.items() if is_first_replica(g) and not any(p is tied for tied in tied_replicas)]
     # A float32 sum over a large matrix has a relative error of 1e-5 on a CPU, which differs between layouts. Therefore
     # only sums within a row are in float32, those over rows in float64: a quarter of the time of float64 throughout.
-    norms = [reducer.row_norms(g.to_local()) if g.ndim > 1 else g.to_local().abs() for g in own]
+    norms = [reducer.row_norms(g) if g.ndim > 1 else g.to_local().abs() for g in own]
     # On the device of the collectives; under CPU offload gradients are in CPU memory.
     squares = torch.cat([torch.zeros(1, device=first.device), *norms]).double().square()
     norm = reducer.sum_over_ranks(squares.to(first.device_mesh.device_type)).sqrt().float().to(first.device)

@@ -26,7 +26,8 @@ from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.logging import logger
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
-from torchtrain.plugins.exact_sums.options import ExactSumsConfig
+from torchtrain.plugins.exact_sums.options import ExactSumsConfig, GrainsConfig
+from torchtrain.plugins.exact_sums.tree import tree_sum
 from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
 
 HEADROOM_BITS = 6  # the largest summand may grow by this many bits from one step to the next
@@ -48,10 +49,13 @@ class ExactGradientReducer(GradientReducer):
         self.state = self.sums = ExactSums(torch.device(mesh.world.device_type), mesh.replicas)
         self.param_dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
         self.transport = section_of(config, ExactSumsConfig).transport
-        degrees = mesh.degrees
+        self.grains, self.context = section_of(config, GrainsConfig), 1
         # Upper bound on the summands of a gradient element, reached with one row per microbatch: of all rows, however
         # they are divided among ranks and replicas. Gradients of norms are also summed over tensor-parallel ranks.
-        self.summands = config.training.global_batch_size * degrees.context * degrees.tensor
+        self.summands = config.training.global_batch_size * mesh.degrees.context * mesh.degrees.tensor
+        if self.grains.enabled:  # gradients of tensor and context ranks are added before they are rounded
+            self.summands, self.context = config.training.global_batch_size, mesh.degrees.context
+            self.transport = "all_to_all" if self.context > 1 else self.transport
 
     @classmethod
     def build(cls, config: JobConfig, mesh: Mesh) -> GradientReducer:
@@ -62,7 +66,9 @@ class ExactGradientReducer(GradientReducer):
         return CPUExactGradientReducer
 
     def reduce_scatter(self) -> ReduceScatter:
-        return ExactReduceScatter(self.sums, self.param_dtype, self.mesh, self.transport, self.elements_at_once)
+        return ExactReduceScatter(
+            self.sums, self.param_dtype, self.mesh, self.transport, self.elements_at_once, self.context
+        )
 
     def begin(self, rows: int) -> None:  # noqa: ARG002
         self.sums.begin(self.summands)
@@ -76,8 +82,18 @@ class ExactGradientReducer(GradientReducer):
             )
         return fits
 
-    def row_norms(self, gradient: Tensor) -> Tensor:
-        return row_norms_by_halves(gradient)
+    def rows(self, gradient: DTensor) -> Tensor:
+        """This rank's shard of a matrix, in rows that are the same on every layout.
+
+        With grains these are rows of a matrix whose columns are sharded over the tensor grains.
+        """
+        shard, grains = gradient.to_local(), self.grains.tensor
+        if gradient.shape[-1] % grains:  # tensor parallelism does not shard its columns
+            return shard
+        return shard.reshape(-1, gradient.shape[-1] // grains)
+
+    def row_norms(self, gradient: DTensor) -> Tensor:
+        return row_norms_by_halves(self.rows(gradient))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         return exact_sum(values)
@@ -93,9 +109,10 @@ class CPUExactGradientReducer(ExactGradientReducer):
         if self.transport == "auto":
             self.transport = "all_to_all"
 
-    def row_norms(self, gradient: Tensor) -> Tensor:
+    def row_norms(self, gradient: DTensor) -> Tensor:
         # On a CPU the norm of a row does not depend on the number of rows.
-        return GradientReducer.row_norms(self, gradient)
+        norms: Tensor = torch.linalg.vector_norm(self.rows(gradient), dim=-1)
+        return norms
 
 
 class ExactSums(Stateful):
@@ -162,21 +179,29 @@ class ExactReduceScatter(AllToAllReduceScatter):
 
     ``mesh`` has the dimensions (replicate, shard). ``transport`` is ``exact_sums.transport``: "all_to_all"
     sends unrounded gradients and rounds them on the receiving rank; "ring" rounds first and sends 8 bytes per element.
+    ``context``: number of consecutive ranks of a shard whose gradients are added in a tree before they are rounded.
     """
 
     def __init__(
-        self, sums: ExactSums, dtype: torch.dtype, mesh: DeviceMesh, transport: str, elements_at_once: int
+        self,
+        sums: ExactSums,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        transport: str,
+        elements_at_once: int,
+        context: int = 1,
     ) -> None:
         self.sums = sums
         self.dtype = dtype
         shards = mesh.get_group(1)
         self.ranks = shards.size()
         self.elements_at_once = elements_at_once
+        self.context = context
         self.all_to_all = transport == "all_to_all" or (transport == "auto" and on_one_machine(shards))
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         filled = self.input
-        if filled is not None:
+        if filled is not None and self.context == 1:
             self.sums.see(filled)
             if self.ranks == 1:
                 filled.mul_(2.0**-self.sums.spacing).round_()  # FSDP only copies them to the output
@@ -188,6 +213,9 @@ class ExactReduceScatter(AllToAllReduceScatter):
             return
         columns = torch.split(summands_of_all_ranks(summands, group), self.elements_at_once, dim=1)
         for total, column in zip(torch.split(output, self.elements_at_once), columns, strict=True):
+            if self.context > 1:
+                column = tree_sum(column.view(-1, self.context, column.shape[1]).unbind(1))
+                self.sums.see(column)
             torch.sum(self.sums.rounded(column), dim=0, out=total)
 
 
