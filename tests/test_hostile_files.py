@@ -1,6 +1,5 @@
 """Files made by someone who means harm: an error that names the file, in bounded time and memory; no code is run."""
 
-import gzip
 import io
 import json
 import os
@@ -8,12 +7,10 @@ import pickle
 import re
 import shutil
 import struct
-import tarfile
 import time
 import tracemalloc
 import zipfile
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,23 +18,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl, write_tokens
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from torchtrain.checkpoint import outputs
 from torchtrain.checkpoint.format import (
     FileRecord,
-    Manifest,
     _load_tensor,
     _shape,
     _tile,
-    manifest_bytes,
     parse_index,
     read_manifest,
 )
-from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalCheckpoint, LocalStorage
-from torchtrain.checkpoint.outputs import OUTPUTS, merge_metrics, read_metrics, restore_outputs
+from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalStorage
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.config.schema import DataConfig, ModelConfig, ModelOverrides
 from torchtrain.datasets.data_identity import from_json
@@ -371,7 +363,6 @@ def test_nested_or_foreign_lines_of_metrics_are_passed_over(tmp_path: Path) -> N
     assert has_validation(file, 2)
     assert changes_steps(file, 1, "b")
     assert not changes_steps(file, 1, "a")
-    assert merge_metrics(file.read_bytes(), b'{"step": 0, "event": "start", "a": ' + DEEP + b"\n")
 
 
 def test_nested_files_of_a_checkpoint_are_damaged_and_a_nested_lease_is_none(tmp_path: Path) -> None:
@@ -410,73 +401,6 @@ def test_sizes_of_a_config_are_bounded() -> None:
 def test_table_of_data_files_that_is_none_is_rejected(content: Any) -> None:
     with pytest.raises((ValueError, TypeError, LookupError, AttributeError, ArithmeticError)):
         from_json(content)
-
-
-def stored_outputs(folder: Path, pack: Callable[[tarfile.TarFile], None], *, cut: int = 0) -> LocalCheckpoint:
-    """A checkpoint whose archive of metrics is what ``pack`` adds."""
-    packed = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=packed, mode="wb") as compressed,
-        tarfile.open(fileobj=compressed, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-    ):
-        pack(tar)
-    content = packed.getvalue()[: -cut or None]
-    (folder / OUTPUTS).write_bytes(content)
-    record = FileRecord(OUTPUTS, len(content), xxhash.xxh3_128_hexdigest(content))
-    (folder / "manifest.json").write_bytes(manifest_bytes(Manifest(files=[record])))
-    return LocalCheckpoint(folder)
-
-
-def tar_entry(name: str, size: int, kind: bytes = tarfile.REGTYPE, **headers: str) -> tarfile.TarInfo:
-    entry = tarfile.TarInfo(name)
-    entry.size, entry.type, entry.pax_headers = size, kind, headers
-    return entry
-
-
-class Zeros(io.RawIOBase):
-    """An endless file of zeros."""
-
-    def read(self, size: int = -1) -> bytes:
-        return bytes(size)
-
-
-@pytest.mark.parametrize("kind", ["metrics", "header", "other", "files", "cut"])
-def test_archive_of_metrics_does_not_unpack_to_more_than_metrics_do(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outputs, "MAX_FILES", 20)
-    size = 40 * 2**20
-
-    def pack(tar: tarfile.TarFile) -> None:
-        if kind == "files":
-            for number in range(21):
-                tar.addfile(tar_entry(f"tensorboard/{number}", 100), io.BytesIO(os.urandom(100)))
-        elif kind == "header":
-            tar.addfile(tar_entry("metrics.jsonl", 0, comment="a" * 2**22))
-        else:
-            tar.addfile(tar_entry("other" if kind == "other" else "metrics.jsonl", size), Zeros())
-
-    checkpoint = stored_outputs(tmp_path, pack, cut=5000 if kind == "cut" else 0)
-    tracemalloc.start()
-    with pytest.raises(DamagedError, match=r"outputs\.tar\.gz is damaged: "):
-        restore_outputs(checkpoint, tmp_path / "run")
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 2**24
-    if kind != "files":
-        with pytest.raises(DamagedError):
-            read_metrics(checkpoint)
-
-
-def test_sparse_file_in_an_archive_of_metrics_is_left_out(tmp_path: Path) -> None:
-    headers = {"GNU.sparse.major": "0", "GNU.sparse.minor": "1", "GNU.sparse.map": "0,0", "GNU.sparse.size": "1" * 15}
-
-    def pack(tar: tarfile.TarFile) -> None:
-        tar.addfile(tar_entry("metrics.jsonl", 0, **headers))
-        tar.addfile(tar_entry("wandb_id", 3), io.BytesIO(b"abc"))
-
-    restore_outputs(stored_outputs(tmp_path, pack), tmp_path / "run")
-    assert {file.name: file.read_bytes() for file in (tmp_path / "run").iterdir()} == {"wandb_id": b"abc"}
 
 
 @pytest.mark.parametrize("when", ["repeat", "stop"])

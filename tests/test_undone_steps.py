@@ -8,8 +8,6 @@ import pytest
 from forked_run import finish, patched_loss, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.checkpoint import outputs
-from torchtrain.checkpoint.outputs import METRICS, TRACKER_RUNS, merge_metrics, restore_outputs
 from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.config.schema import MetricsConfig
 from torchtrain.metrics.history import read_run
@@ -86,46 +84,3 @@ def test_resume_that_changes_steps(tmp_path: Path, lines: list[Any], step: int, 
         event |= {"stage": options[5:]} if "stage" in options else {}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert changes_steps(tmp_path / "metrics.jsonl", step, "a") is changes
-
-
-@pytest.mark.parametrize("name", TRACKER_RUNS)
-def test_id_of_a_tracker_run_is_that_of_the_newer_side(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """After a rollback, a new one is in the folder before a checkpoint has it."""
-    stored = {METRICS: lines_of((0, 1, "12")), name: b"stored"}
-    monkeypatch.setattr(outputs, "_read_outputs", lambda _: list(stored.items()))
-    checkpoint: Any = None
-    restore_outputs(checkpoint, tmp_path)
-    assert (tmp_path / name).read_bytes() == b"stored"
-    (tmp_path / name).write_bytes(b"own")
-    (tmp_path / METRICS).write_bytes(lines_of((0, 1, "12"), (2, 2, "3")))
-    restore_outputs(checkpoint, tmp_path)
-    assert (tmp_path / name).read_bytes() == b"own"
-    stored[METRICS] = lines_of((0, 1, "12"), (2, 3, "34"))
-    restore_outputs(checkpoint, tmp_path)
-    assert (tmp_path / name).read_bytes() == b"stored"
-
-
-def lines_of(*processes: tuple[int, int, str]) -> bytes:
-    """Lines of processes, each given as its first step and generation, and the steps that it has written."""
-    texts = []
-    for first, generation, steps in processes:
-        texts.append(json.dumps({"step": first, "event": "start", "generation": generation, "time": generation}))
-        texts += [json.dumps({"step": int(step)}) for step in steps]
-    return "".join(f"{text}\n" for text in texts).encode()
-
-
-@pytest.mark.parametrize(
-    ("own", "checkpoint", "merged"),
-    [
-        ([(0, 1, "1234")], [(0, 1, "1234"), (4, 2, "5678")], [(0, 1, "1234"), (4, 2, "5678")]),
-        ([(0, 1, "123456")], [(0, 1, "1234"), (4, 2, "56")], [(0, 1, "123456"), (4, 2, "56")]),
-        ([(0, 1, "12"), (2, 3, "34")], [(0, 1, "12"), (2, 2, "3")], [(0, 1, "12"), (2, 2, "3"), (2, 3, "34")]),
-        ([], [(0, 1, "12")], [(0, 1, "12")]),
-        ([(0, 1, "123")], [(0, 1, "12")], [(0, 1, "123")]),
-    ],
-)
-def test_metrics_of_several_machines_are_merged_by_process(own: Any, checkpoint: Any, merged: Any) -> None:
-    assert merge_metrics(lines_of(*own), lines_of(*checkpoint)) == lines_of(*merged)
-    assert merge_metrics(lines_of(*checkpoint), lines_of(*own)) == lines_of(*merged)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.outputs import OutputCopies
 from torchtrain.checkpoint.resume import HeldLease, ResumePoint, find_resume_point
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes, is_same_run
 from torchtrain.checkpoint.saved_run import SavedRun
@@ -241,8 +240,8 @@ class Trainer:
 
     def build_checkpointer(self, resume_point: ResumePoint) -> None:
         """Build the ``checkpointer``, which saves and loads all state that the next step depends on."""
-        self.output_copies = OutputCopies(
-            self.storage, self.run_folder, lambda: self.hooks.kept_files, self.write_kept_files
+        self.output_copies = self.storage.output_copies(
+            self.run_folder, lambda: self.hooks.kept_files, self.write_kept_files
         )
         self.checkpointer = CheckpointManager(
             self.config.checkpoint,
@@ -251,10 +250,9 @@ class Trainer:
             self.config_toml,
             resume_point,
             self.stop,
-            self.run_folder,
+            self.output_copies,
             step_group=self.gloo_group,
             validation_losses=partial(validation_losses, self.run_folder),
-            after_save=self.output_copies.update,
         )
 
     def load_checkpoint(self) -> int:

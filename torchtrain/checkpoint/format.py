@@ -353,7 +353,7 @@ class VerifiedWriter(FileSystemWriter):
         small_files: contents of more files beside the tensors, by name, or functions that return them, which are called
             on the first rank when all tensors are written.
         manifest: lacks the files.
-        write_outputs: writes files of metrics, which it creates with its argument; called on the first rank.
+        add_files: see ``OutputCopies.add_to_checkpoint``; called on the first rank.
         before_commit, require_lease: see ``NewCheckpoint.commit``.
     """
 
@@ -364,7 +364,7 @@ class VerifiedWriter(FileSystemWriter):
         *,
         small_files: Mapping[str, bytes | Callable[[], bytes]] = MappingProxyType({}),
         manifest: Manifest | None = None,
-        write_outputs: Callable[[Callable[[str], AbstractContextManager[Any]]], None] | None = None,
+        add_files: Callable[[Callable[[str], AbstractContextManager[Any]]], None] = lambda _: None,
         before_commit: Callable[[], bool] = lambda: False,
         require_lease: Callable[[], None] = lambda: None,
     ) -> None:
@@ -375,7 +375,7 @@ class VerifiedWriter(FileSystemWriter):
         self.new = new
         self.small_files: dict[str, bytes | Callable[[], bytes]] = {CONFIG: config_toml.encode(), **small_files}
         self.manifest = manifest or Manifest()
-        self.write_outputs = write_outputs
+        self.add_files = add_files
         self.before_commit, self.require_lease = before_commit, require_lease
         self.superseded_name = ""
         """The new name of the checkpoint that this one has superseded, after a save."""
@@ -448,10 +448,9 @@ class VerifiedWriter(FileSystemWriter):
             with self.fs.create_stream(name, "wb") as small_file:
                 small_file.write(content() if callable(content) else content)
         own_records = dict(self.fs.records)
-        if self.write_outputs is not None:
-            with BestEffort(f"metrics in {self.new.location}"):
-                self.write_outputs(partial(self.fs.create_stream, mode="wb"))
-                own_records = self.fs.records  # with all files of the metrics, or none
+        with BestEffort(f"metrics in {self.new.location}"):
+            self.add_files(partial(self.fs.create_stream, mode="wb"))
+            own_records = self.fs.records  # with all files that are added, or none
         records = own_records | {r.name: r for r in chain(*results) if isinstance(r, FileRecord)}
         manifest = manifest_bytes(replace(self.manifest, files=list(records.values())))
         sizes = {name: record.size_bytes for name, record in records.items()}

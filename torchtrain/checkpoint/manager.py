@@ -7,9 +7,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +16,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter
-from torchtrain.checkpoint.outputs import pack_outputs, restore_outputs
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.retention import LOSSES, Losses, losses_to_bytes, not_kept, read_losses
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
-from torchtrain.checkpoint.storage import CheckpointStorage, WriterLease
+from torchtrain.checkpoint.storage import CheckpointStorage, OutputCopies, WriterLease
 from torchtrain.config.run_plan import OtherPartError
 from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
@@ -102,10 +100,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
     config_toml: str  # the resolved config, stored in every checkpoint
     start: ResumePoint
     stop: Stop | None = None  # None: the run is never asked to stop
-    dump_folder: Path | None = None  # the run's: its metrics are stored and restored if the storage asks for it
+    outputs: OutputCopies = field(default_factory=OutputCopies)  # those of the run, such as metrics
     step_group: dist.ProcessGroup | None = None  # gloo group of the training thread; saves use another one
     validation_losses: Callable[[], Losses] = dict  # those in the dump folder, for ``keep_best_k``
-    after_save: Callable[[int], None] = lambda _: None  # called on rank 0 with the step, in the thread of the save
 
     def __post_init__(self) -> None:
         self.group = self.start.group
@@ -167,9 +164,9 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
     def restore_outputs(self) -> None:
         """Add the metrics in the checkpoint that the run has resumed from to those in the dump folder; on rank 0."""
-        if self.dump_folder is not None and self._last_loaded >= 0:
+        if self._last_loaded >= 0:
             with BestEffort("restoring metrics"):
-                restore_outputs(self.storage.open(self._last_loaded), self.dump_folder)
+                self.outputs.restore(self.storage.open(self._last_loaded))
 
     def roll_back(self, bad_step: int, only: Collection[str]) -> int | None:
         """Load the newest valid checkpoint of this run before ``bad_step`` into the states named in ``only``.
@@ -263,9 +260,6 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             values = self.stager.copy_to_host(tensors)
         self._pending = Future()
         new_checkpoint = self.storage.new_checkpoint(step, self.lease)
-        write_outputs = None
-        if new_checkpoint.with_outputs and self.dump_folder is not None:
-            write_outputs = partial(pack_outputs, self.dump_folder)
         small_files: dict[str, bytes | Callable[[], bytes]] = {DATA_FILES: self.start.data_files}
         if self.config.keep_best_k:
             small_files[LOSSES] = lambda: losses_to_bytes(self._known_losses(), list(self._own))
@@ -273,7 +267,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
             new_checkpoint,
             self.config_toml,
             small_files=small_files,
-            write_outputs=write_outputs,
+            add_files=self.outputs.add_to_checkpoint,
             manifest=Manifest(step, self.lease.run, self.start.data, self._loader_layout()),
             before_commit=partial(self._before_commit, step),
             require_lease=self._check_lease,
@@ -397,7 +391,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         if self.rank == 0:
             # Only once the save counts as done: deleting can take longer than writing, and nothing has to wait for it.
             self._delete_old(step)
-            self.after_save(step)
+            self.outputs.update(step)
 
     def _check_lease(self) -> None:
         self.storage.check_lease(self.lease)

@@ -23,10 +23,11 @@ import socket
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from torchtrain.config.registry import CHECKPOINT_STORAGES
 from torchtrain.config.schema import JobConfig
@@ -100,8 +101,6 @@ class NewCheckpoint(ABC):
 
     parallel_files = 1
     """How many files a rank writes at once."""
-    with_outputs = False
-    """Whether the metrics in the dump folder are stored, too, because the storage outlives its disk."""
     fsync = False
     """Whether the files that ``create`` returns have a descriptor to fsync before they are closed."""
 
@@ -176,6 +175,25 @@ class NewFile(io.BytesIO):
             super().close()
 
 
+class OutputCopies:
+    """Copies of outputs, such as metrics, in a storage that outlives the disk of the dump folder; here none.
+
+    All methods are called on rank 0.
+    """
+
+    def add_to_checkpoint(self, create: Callable[[str], AbstractContextManager[Any]]) -> None:
+        """Add files to a checkpoint: ``create`` returns a context manager that yields a new binary file of a name."""
+
+    def restore(self, checkpoint: StoredCheckpoint) -> None:
+        """Restore outputs that the dump folder lacks from ``checkpoint``. Raises DamagedError."""
+
+    def update(self, step: int) -> None:
+        """Store what has changed, after the save of ``step``. Called in the thread of the save."""
+
+    def store(self) -> None:
+        """Store what has changed, at the end of the run."""
+
+
 class CheckpointStorage(ABC):
     """Checkpoints and the writer lease of one run.
 
@@ -187,8 +205,6 @@ class CheckpointStorage(ABC):
         StorageError: the storage does not answer; the same command may succeed later.
     """
 
-    keeps_outputs = False
-    """Whether ``store_output`` stores files, because the storage outlives the disk of the dump folder."""
     keeps_notes = False
     """Whether ``write_note`` stores notes."""
 
@@ -269,11 +285,19 @@ class CheckpointStorage(ABC):
         """The ``origin`` of the stored export; empty if there is none, None if the storage keeps no exports."""
         return None
 
-    def store_output(self, name: str, file: Path) -> None:  # noqa: B027
-        """Store a copy of ``file`` in place of an earlier one, under its path ``name`` in the dump folder.
+    def output_copies(
+        self,
+        folder: Path,  # noqa: ARG002
+        names: Callable[[], Iterable[str]],  # noqa: ARG002
+        write: Callable[[int], None],  # noqa: ARG002
+    ) -> OutputCopies:
+        """The copies of the outputs in the dump folder ``folder``.
 
-        The file may grow meanwhile. Called in a background thread, only if ``keeps_outputs``.
+        Args:
+            names: returns files in ``folder`` to store besides the metrics.
+            write: brings these files up to date, after the save of a step.
         """
+        return OutputCopies()
 
     def write_note(self, name: str, content: bytes) -> None:  # noqa: B027
         """Store ``content``, less than 1 KiB, beside the checkpoints, in place of an earlier note of this name.

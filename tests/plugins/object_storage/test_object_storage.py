@@ -18,9 +18,7 @@ import torch.distributed as dist
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
-from torchtrain.checkpoint import outputs
 from torchtrain.checkpoint.format import _NewFiles, read_manifest, verify
-from torchtrain.checkpoint.outputs import METRICS, OUTPUTS, read_metrics, restore_outputs
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
@@ -29,8 +27,9 @@ from torchtrain.datasets.token_folder import open_folder
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError
 from torchtrain.plugins.huggingface.export import ORIGIN, export_origin, is_export_missing
-from torchtrain.plugins.object_storage import object_store
+from torchtrain.plugins.object_storage import object_store, outputs
 from torchtrain.plugins.object_storage import storage as object_storage
+from torchtrain.plugins.object_storage.outputs import METRICS, OUTPUTS, read_metrics, restore_outputs
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
 
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
@@ -689,7 +688,7 @@ def test_interrupted_restore_of_metrics_is_repeated(tmp_path: Path, monkeypatch:
     (tmp_path / "run" / METRICS).write_text("{}")
     (tmp_path / "run/tensorboard/events").write_bytes(b"events")
     run = Run(storage())
-    run.manager.dump_folder = tmp_path / "run"
+    run.manager.outputs = storage().output_copies(tmp_path / "run", list, lambda _: None)
     wait_for_saves(run.train(1, 4))
     checkpoint, target = storage().open(4), tmp_path / "other"
     with monkeypatch.context() as patched:
@@ -708,7 +707,7 @@ def test_metrics_are_stored_in_parts_of_a_limited_size(tmp_path: Path, monkeypat
     for name, data in content.items():
         (tmp_path / "run" / name).write_bytes(data)
     run = Run(storage())
-    run.manager.dump_folder = tmp_path / "run"
+    run.manager.outputs = storage().output_copies(tmp_path / "run", list, lambda _: None)
     wait_for_saves(run.train(1, 2))
     checkpoint = storage().open(2)
     sizes = {record.name: record.size_bytes for record in read_manifest(checkpoint).files if OUTPUTS in record.name}

@@ -15,8 +15,8 @@ from forked_run import ForkedRun, finish
 from s3_server import S3Server
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.checkpoint.outputs import OutputCopies
 from torchtrain.errors import StorageError
+from torchtrain.plugins.object_storage.outputs import BucketCopies
 from torchtrain.plugins.object_storage.storage import ObjectStorage
 
 OPTIONS = (
@@ -44,9 +44,9 @@ def use_s3(environment: dict[str, str]) -> None:
 def die_before_second_save(environment: dict[str, str]) -> Any:
     """As ``use_s3``, and rank 0 dies before the second save, when the copies after the first one are stored."""
     os.environ.update(environment)
-    update, maybe_save, copied = OutputCopies.update, CheckpointManager.maybe_save, threading.Event()
+    update, maybe_save, copied = BucketCopies.update, CheckpointManager.maybe_save, threading.Event()
 
-    def update_and_tell(self: OutputCopies, step: int) -> None:
+    def update_and_tell(self: BucketCopies, step: int) -> None:
         update(self, step)
         copied.set()
 
@@ -57,7 +57,7 @@ def die_before_second_save(environment: dict[str, str]) -> Any:
         maybe_save(self, step, *args)
 
     stack = ExitStack()
-    stack.enter_context(patch.object(OutputCopies, "update", update_and_tell))
+    stack.enter_context(patch.object(BucketCopies, "update", update_and_tell))
     stack.enter_context(patch.object(CheckpointManager, "maybe_save", save_or_die))
     return stack
 
@@ -135,8 +135,7 @@ def test_copies_that_fail_warn_once_and_training_continues(s3_server: S3Server, 
 class Recorded:
     """A storage that keeps outputs in memory."""
 
-    def __init__(self, keeps_outputs: bool = True) -> None:
-        self.keeps_outputs = keeps_outputs
+    def __init__(self) -> None:
         self.stored: list[str] = []
         self.meanwhile: Callable[[], object] = lambda: None
 
@@ -159,7 +158,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_only_what_has_changed_is_stored(folder: Path) -> None:
     storage: Any = Recorded()
-    copies = OutputCopies(
+    copies = BucketCopies(
         storage, folder, lambda: ["report.md"], lambda step: (folder / "report.md").write_text(f"{step}") and None
     )
     copies.update(10)
@@ -174,7 +173,7 @@ def test_only_what_has_changed_is_stored(folder: Path) -> None:
 def test_update_does_not_wait_for_the_one_before(folder: Path) -> None:
     storage: Any = Recorded()
     steps: list[int] = []
-    copies = OutputCopies(storage, folder, list, steps.append)
+    copies = BucketCopies(storage, folder, list, steps.append)
     storage.meanwhile = lambda: copies.update(2)
     copies.update(1)
     assert steps == [1]
@@ -201,14 +200,5 @@ def test_hook_that_fails_does_not_keep_metrics_from_being_stored(folder: Path) -
     def fail(_: int) -> None:
         raise ValueError("no report")
 
-    OutputCopies(storage, folder, list, fail).update(1)
+    BucketCopies(storage, folder, list, fail).update(1)
     assert storage.take() == ["metrics.jsonl b", "tensorboard/events a"]
-
-
-def test_storage_on_the_same_disk_has_no_copies(folder: Path) -> None:
-    storage: Any = Recorded(keeps_outputs=False)
-    steps: list[int] = []
-    copies = OutputCopies(storage, folder, list, steps.append)
-    copies.update(1)
-    copies.store()
-    assert (storage.take(), steps) == ([], [])

@@ -22,8 +22,8 @@ from forked_run import different_tensors, finish, read_metrics
 from forkserver import free_port
 from s3_server import S3Server
 
-from torchtrain.checkpoint.outputs import read_metrics as read_metrics_in
 from torchtrain.checkpoint.storage import open_storage
+from torchtrain.plugins.object_storage.outputs import read_metrics as read_metrics_in
 
 pytest.importorskip("torchft")
 from replica_run import (

@@ -18,8 +18,8 @@ from s3_server import S3Server
 from test_replicas import KillOnS3
 from test_replicas_combined import ALL_DONE, BadBatch, bad_batch, write_config
 
-from torchtrain.checkpoint.outputs import read_metrics as read_metrics_in
 from torchtrain.checkpoint.storage import open_storage
+from torchtrain.plugins.object_storage.outputs import read_metrics as read_metrics_in
 
 pytest.importorskip("torchft")
 pytestmark = pytest.mark.slow

@@ -8,7 +8,10 @@ if TYPE_CHECKING:  # imports PyTorch, like the module of the hook
     from torchtrain.metrics.hooks import Hook
     from torchtrain.trainer import Trainer
 
-REQUIRES = ("torchtrain.plugins.evaluation", "torchtrain.plugins.huggingface")  # --against: transformers' model
+REQUIRES = (
+    *("torchtrain.plugins.evaluation", "torchtrain.plugins.huggingface"),  # --against: transformers' model
+    "torchtrain.plugins.object_storage",  # metrics of a run in a bucket
+)
 
 CONFIG_SECTIONS.add("comparison", "torchtrain.plugins.comparison.options:ComparisonConfig")
 

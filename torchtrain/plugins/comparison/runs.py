@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import saved_steps, step_folder
-from torchtrain.checkpoint.outputs import METRICS, read_metrics
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences
 from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import STATES, load_tensors, parameter_shapes
@@ -37,6 +36,7 @@ from torchtrain.models.model_config import build_model_config
 from torchtrain.optimizers.groups import group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.plugins.comparison.fingerprints import StepFingerprints, first_difference, read
+from torchtrain.plugins.object_storage.outputs import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,9 +113,10 @@ def open_run(location: str | Path) -> RunFolder:
         names = names_in(path) if path.is_dir() else []
         if "config.toml" not in names:
             raise ConfigError(f"{path} is not the folder of a run, such as outputs/debug_model: it has no config.toml")
-        file = str(path / "config.toml")
-        run = RunFolder(path, from_text(read_text(file), file, only_known=True), {}, {})
-        metrics = read_file(path / METRICS, most_bytes=sys.maxsize) if METRICS in names else b""
+        config_file = str(path / "config.toml")
+        run = RunFolder(path, from_text(read_text(config_file), config_file, only_known=True), {}, {})
+        file = path / "metrics.jsonl"
+        metrics = read_file(file, most_bytes=sys.maxsize) if file.name in names else b""
     for text in metrics.splitlines():
         line = json_object(text)
         if line is None or not isinstance(line.get("step"), int):

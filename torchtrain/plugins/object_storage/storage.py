@@ -25,7 +25,7 @@ import json
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -56,6 +56,7 @@ from torchtrain.plugins.object_storage.object_store import (
     with_store_retries,
     with_timeout,
 )
+from torchtrain.plugins.object_storage.outputs import BucketCopies
 
 # step-N, or step-N.<generation>-<id of the lease>.<number of the save>
 PREFIX = re.compile(STEP.pattern + r"(?:\.([1-9][0-9]*)-([0-9a-f]{8})\.([1-9][0-9]*))?")
@@ -336,7 +337,6 @@ class ObjectNewCheckpoint(NewCheckpoint):
     """A checkpoint that is being written to ``folder``. Each file is one object, and in memory until it is closed."""
 
     parallel_files = FILES_AT_ONCE
-    with_outputs = True
 
     def __init__(self, storage: "ObjectStorage", step: int, folder: str) -> None:
         super().__init__(storage.store.url_of(folder))
@@ -420,7 +420,6 @@ class _State:
 class ObjectStorage(CheckpointStorage):
     """Checkpoints below a URL such as s3://bucket/run/checkpoint."""
 
-    keeps_outputs = True
     keeps_notes = True
 
     def __init__(self, location: str) -> None:
@@ -543,6 +542,11 @@ class ObjectStorage(CheckpointStorage):
             return self.store.read(EXPORT_ORIGIN)
         except MISSING:
             return b""
+
+    def output_copies(
+        self, folder: Path, names: Callable[[], Iterable[str]], write: Callable[[int], None]
+    ) -> BucketCopies:
+        return BucketCopies(self, folder, names, write)
 
     def store_output(self, name: str, file: Path) -> None:
         with tempfile.NamedTemporaryFile() as copy:  # of one moment: the size of an upload is checked

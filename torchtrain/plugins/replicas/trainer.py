@@ -12,7 +12,6 @@ import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.checkpoint.outputs import restore_outputs
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.parse import to_toml
@@ -120,7 +119,7 @@ class ReplicaTrainer(Trainer):
         newest = self.newest_checkpoint()
         if newest >= 0:
             with BestEffort("restoring metrics"):
-                restore_outputs(self.storage.open(newest), self.folder_of_all)
+                self.output_copies.restore(self.storage.open(newest))
 
     def newest_checkpoint(self) -> int:
         """The step of the newest checkpoint; -1 if there is none, or that is not known."""

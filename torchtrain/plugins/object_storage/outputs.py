@@ -2,7 +2,7 @@
 
 They are a compressed tar archive, which is stored in parts ``outputs.tar.gz``, ``outputs.tar.gz.1`` and so on, so that
 one part at a time is in memory. For readers of a run that is training, copies of the files themselves are stored beside
-the checkpoints after each save (``OutputCopies``).
+the checkpoints after each save (``BucketCopies``).
 """
 
 import gzip
@@ -13,10 +13,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 from torchtrain.checkpoint.format import read_manifest, read_verified
-from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint
+from torchtrain.checkpoint.storage import OutputCopies, StoredCheckpoint
 from torchtrain.errors import DamagedError
 from torchtrain.files import atomic_write, json_object, printable
 from torchtrain.logging import BestEffort, logger
@@ -62,19 +62,23 @@ def pack_outputs(dump_folder: Path, create: Callable[[str], AbstractContextManag
     parts.end()
 
 
-class OutputCopies:
-    """Copies of outputs in the dump folder, which ``storage`` keeps beside the checkpoints. On rank 0.
+class OutputStorage(Protocol):
+    def store_output(self, name: str, file: Path) -> None:
+        """Store a copy of ``file`` in place of an earlier one, under its path ``name`` in the dump folder.
 
-    A failure is logged once, and training continues.
+        The file may grow meanwhile. Called in a background thread.
+        """
 
-    Args:
-        names: returns the files and folders in ``dump_folder`` that are stored besides ``COPIED``.
-        write: called with a step that has been saved, to bring these files up to date.
+
+class BucketCopies(OutputCopies):
+    """Outputs in the dump folder: in each checkpoint, and copies beside the checkpoints in ``storage``.
+
+    A failure is logged once, and training continues. The arguments: see ``CheckpointStorage.output_copies``.
     """
 
     def __init__(
         self,
-        storage: CheckpointStorage,
+        storage: OutputStorage,
         dump_folder: Path,
         names: Callable[[], Iterable[str]],
         write: Callable[[int], None],
@@ -86,13 +90,15 @@ class OutputCopies:
         self._storing = BestEffort(f"the copies of metrics and reports beside the checkpoints in {storage}")
         self._lock = threading.Lock()
 
-    def update(self, step: int) -> None:
-        """Store what has changed, after the save of ``step``.
+    def add_to_checkpoint(self, create: Callable[[str], AbstractContextManager[Any]]) -> None:
+        pack_outputs(self.dump_folder, create)
 
-        Called in the thread of the save. While an update after an earlier save is still at work, this does nothing: the
-        next one stores the changes.
-        """
-        if self.storage.keeps_outputs and self._lock.acquire(blocking=False):
+    def restore(self, checkpoint: StoredCheckpoint) -> None:
+        restore_outputs(checkpoint, self.dump_folder)
+
+    def update(self, step: int) -> None:
+        # While an update after an earlier save is still at work, this does nothing: the next one stores the changes.
+        if self._lock.acquire(blocking=False):
             try:
                 with self._writing:
                     self._write(step)
@@ -102,10 +108,8 @@ class OutputCopies:
                 self._lock.release()
 
     def store(self) -> None:
-        """Store what has changed, as it is now; waits for an update at work."""
-        if self.storage.keeps_outputs:
-            with self._lock, self._storing:
-                self._store()
+        with self._lock, self._storing:
+            self._store()
 
     def _store(self) -> None:
         for name, file in output_files(self.dump_folder, (*COPIED, *self._names())):
