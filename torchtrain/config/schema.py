@@ -6,7 +6,7 @@ A section raises ConfigError for other values. ``resolve.check_config`` checks w
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar, get_args, get_type_hints
@@ -144,6 +144,11 @@ class Section:
     def check_data(self) -> None:
         """Of a plugin: raise ConfigError if data that these options name cannot be loaded. Called on each rank before
         training begins, for the later parts of a run; the first one loads them."""
+
+    def next_commands(self, config: "JobConfig", path: str) -> Sequence[str]:  # noqa: ARG002
+        """Of a plugin: commands that use what a complete run with ``config`` has saved. ``path``: their argument, a
+        folder or URL as a shell takes it."""
+        return ()
 
     @property
     def trainer_class(self) -> str:

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torchtrain.config.registry import HOOKS, MODELS, WEIGHT_FORMATS
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.registry import CONFIG_SECTIONS
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.config.tokens import format_tokens
 from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, counted, log_with_commands, logger, terminal_width
@@ -147,9 +147,5 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
     checkpoints = config.checkpoint.folder
     path = shlex.quote(checkpoints if is_url(checkpoints) else folder)
     imports = " --import " + " ".join(config.job.import_) if config.job.import_ else ""
-    commands = []
-    if "samples" in HOOKS:  # the plugin of the command is there
-        commands.append(f'python -m torchtrain.generate {path} --prompt "..."{imports}')
-    if "huggingface" in WEIGHT_FORMATS and MODELS[config.model.name].hf is not None:
-        commands.append(f"python -m torchtrain.convert {path} {shlex.quote(folder.rstrip('/') + '_hf')}{imports}")
-    return commands
+    sections = [section_of(config, CONFIG_SECTIONS[name]) for name in CONFIG_SECTIONS]
+    return [f"{command}{imports}" for section in sections for command in section.next_commands(config, path)]

@@ -139,7 +139,8 @@ class ModelSpec:
     last_stage: tuple[str, ...] = ("norm", "output")
     """Children of the model that only the last pipeline stage has."""
     hf: HFFormat | None = None
-    """Hugging Face's format; None: the model cannot be imported from or exported to it."""
+    """Hugging Face's format; None: the model cannot be imported from or exported to it. Of the families of this
+    repository, the plugin knows it."""
     check: Callable[[Any], object] | None = None
     """Raises ValueError for a config that must not be trained."""
     flops: Callable[[Any, int], int] | None = None

@@ -5,8 +5,8 @@ from dataclasses import fields
 from typing import Any
 
 from torchtrain.models.llama import TransformerConfig
-from torchtrain.models.llama.hf import config_from_hf, hf_config, hf_name
 from torchtrain.models.spec import HFFormat
+from torchtrain.plugins.huggingface.llama import config_from_hf, hf_config, hf_name
 
 LLAMA_FIELDS = [field.name for field in fields(TransformerConfig) if field.init]
 

@@ -43,9 +43,10 @@ from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.connections import gloo_backend, new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.logging import logger
-from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig, hf
+from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface import llama as hf
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.conversion import SourceWeights, convert
 from torchtrain.plugins.huggingface.export import ORIGIN, export_origin, is_export_missing

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import check_same_architecture, load_weights, resolve_model_section
-from torchtrain.config import schema
+from torchtrain.config import registry, schema
 from torchtrain.errors import CheckpointError
-from torchtrain.models.llama import RopeScaling, hf
+from torchtrain.models.llama import RopeScaling
 from torchtrain.models.model_config import flavor_config, to_model_section
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.huggingface import llama as hf
 from torchtrain.plugins.huggingface.config import config_from_hf, hf_format, read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 
@@ -117,6 +118,20 @@ def assert_same_as_transformers(theirs: Any, tmp_path: Path) -> None:
     generated = theirs.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
     steps = generate(model, prompt.tolist(), Sampling(), max_new_tokens=8)
     assert [token for (token,) in steps] == generated[0, 5:].tolist()
+
+
+def test_each_family_of_the_core_has_a_format() -> None:
+    assert set(hf.FAMILIES) == set(registry.MODELS._core)
+    for name, family in hf.FAMILIES.items():
+        shape = flavor_config(name, "debugmodel")
+        (architecture,) = hf.hf_config(shape, "float32", None, None)["architectures"]
+        assert getattr(transformers, architecture).config_class.model_type == family.model_type
+
+
+def test_family_from_outside_with_the_decoder_of_the_core_is_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(registry.MODELS._entries, "mine", registry.MODELS["qwen3"])
+    model = flavor_config("mine", "debugmodel")
+    assert hf_format(model).to_config(model, "float32", None, None)["model_type"] == "qwen3"
 
 
 def test_config_json_of_a_llama_is_read_as_llama3() -> None:

@@ -18,11 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from torchtrain.config.registry import MODELS
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.models.llama import Transformer
-from torchtrain.models.llama.hf import hf_config
 from torchtrain.models.llama.model import rope_frequencies
 from torchtrain.models.model_config import flavor_config
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.config import config_from_hf
+from torchtrain.plugins.huggingface.llama import hf_config
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from torchtrain import generate
 from torchtrain.convert import main as convert
-from torchtrain.models.llama import hf
 from torchtrain.plugins.evaluation.trained_model import load_model
+from torchtrain.plugins.huggingface import llama as hf
 from torchtrain.plugins.huggingface.safetensors_folder import write_hf_config
 
 TIED = replace(TINY, tied_embeddings=True)

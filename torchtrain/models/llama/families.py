@@ -9,10 +9,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from torchtrain.models.llama.hf import FAMILIES, config_from_hf, hf_config, hf_name
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling
-from torchtrain.models.spec import HFFormat, ModelSpec
+from torchtrain.models.spec import ModelSpec
 
 LINEAR_LAYERS: Mapping[str, Literal["colwise", "rowwise"]] = {
     "attention.wq": "colwise",
@@ -26,20 +25,13 @@ LINEAR_LAYERS: Mapping[str, Literal["colwise", "rowwise"]] = {
 
 
 def check_config(config: TransformerConfig) -> None:
-    """Raise ValueError if no model family of Hugging Face supports ``config``."""
+    """Raise ValueError if no model family supports ``config``."""
     if config.qk_norm and config.qkv_bias:
         raise ValueError("qk_norm and qkv_bias exclude each other: no supported family has both; set one of them")
 
 
-def _spec(family: str, flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
-    hf = HFFormat(
-        FAMILIES[family].model_type,
-        hf_name,
-        hf_config,
-        partial(config_from_hf, family),
-        reads=family != "llama2",  # its config.json has the same model_type as that of Llama 3
-    )
-    return ModelSpec(TransformerConfig, Transformer, flavors, LINEAR_LAYERS, hf=hf, check=check_config)
+def _spec(flavors: Mapping[str, TransformerConfig]) -> ModelSpec:
+    return ModelSpec(TransformerConfig, Transformer, flavors, LINEAR_LAYERS, check=check_config)
 
 
 # The positional arguments are dim, n_layers, n_heads, n_kv_heads and ffn_dim.
@@ -53,7 +45,6 @@ _qwen3 = partial(
 _LLAMA32: dict[str, Any] = {"rope_scaling": RopeScaling(factor=32.0), "tied_embeddings": True}
 
 LLAMA2 = _spec(
-    "llama2",
     {
         "debugmodel": _llama2(256, 6, 8, 8, 768),
         "7B": _llama2(4096, 32, 32, 32, 11008),
@@ -62,7 +53,6 @@ LLAMA2 = _spec(
     },
 )
 LLAMA3 = _spec(
-    "llama3",
     {
         "debugmodel": _llama3(256, 6, 8, 4, 768),
         "1B": _llama3(2048, 16, 32, 8, 8192, **_LLAMA32),
@@ -72,10 +62,9 @@ LLAMA3 = _spec(
         "405B": _llama3(16384, 126, 128, 8, 53248),
     },
 )
-MISTRAL = _spec("mistral", {"debugmodel": _llama2(256, 6, 8, 4, 768)})
-QWEN2 = _spec("qwen2", {"debugmodel": _llama2(256, 6, 8, 4, 768, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)})
+MISTRAL = _spec({"debugmodel": _llama2(256, 6, 8, 4, 768)})
+QWEN2 = _spec({"debugmodel": _llama2(256, 6, 8, 4, 768, qkv_bias=True, norm_eps=1e-6, rope_theta=1e6)})
 QWEN3 = _spec(
-    "qwen3",
     {
         "debugmodel": _qwen3(256, 6, 8, 4, 768, head_dim=64),
         "0.6B": _qwen3(1024, 28, 16, 8, 3072, tied_embeddings=True),

@@ -1,6 +1,7 @@
 """The section [evaluation]."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,6 +44,9 @@ class EvaluationConfig(Section, name="evaluation"):
                 config.validates or not is_set,
                 f"{option} needs validations: set data.held_out, or validation.enable = true and its data",
             )
+
+    def next_commands(self, config: JobConfig, path: str) -> Sequence[str]:  # noqa: ARG002
+        return [f'python -m torchtrain.generate {path} --prompt "..."']
 
     def check_run(self, run: "ResolvedRun", device: "torch.device") -> None:  # noqa: ARG002
         self.encode_prompts(run.tokenizer, run.config.training.seq_len)

@@ -8,14 +8,16 @@ from torchtrain.config.registry import MODELS
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.files import MISSING, parse_json, read_file
 from torchtrain.models.model_config import require_sizes
-from torchtrain.models.spec import DecoderConfig, HFFormat, spec_of
+from torchtrain.models.spec import DecoderConfig, HFFormat, ModelSpec
+from torchtrain.plugins.huggingface.llama import FORMATS
+from torchtrain.plugins.huggingface.options import has_format
 
 CONFIG_FILE = "config.json"
 
 
 def hf_format(model: DecoderConfig) -> HFFormat:
     """Hugging Face's format of ``model``; ConfigError if its ``ModelSpec`` defines none."""
-    hf = spec_of(model).hf
+    hf = _format_of(model.family)
     if hf is None:
         raise ConfigError(
             f"model.name = {model.family!r} cannot be converted to Hugging Face's format: its ModelSpec has no hf "
@@ -23,6 +25,14 @@ def hf_format(model: DecoderConfig) -> HFFormat:
             "--to torchtrain"
         )
     return hf
+
+
+def _format_of(name: str) -> HFFormat | None:
+    """Hugging Face's format of the model ``name``; None if it has none."""
+    spec: ModelSpec = MODELS[name]
+    if spec.hf is None and has_format(name):
+        return FORMATS.get(name, FORMATS["llama3"])  # exported as the family that computes the same
+    return spec.hf
 
 
 def read_hf_config(folder: Path) -> DecoderConfig:
@@ -51,7 +61,7 @@ def config_from_hf(content: Mapping[str, Any]) -> DecoderConfig:
     """
     formats: dict[str, HFFormat] = {}
     for name in MODELS:
-        hf = MODELS[name].hf
+        hf = _format_of(name)
         if hf is not None and hf.reads:
             formats.setdefault(hf.model_type, hf)
     model_type = content.get("model_type", "llama")

@@ -1,9 +1,12 @@
 """The section [huggingface]."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from torchtrain.config.registry import MODELS
 from torchtrain.config.schema import JobConfig, Section, require
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_folder
@@ -12,6 +15,13 @@ if TYPE_CHECKING:  # imports PyTorch
     import torch
 
     from torchtrain.resolve import ResolvedRun
+
+
+def has_format(name: str) -> bool:
+    """Whether the model ``name`` has a format of Hugging Face's: its own, or that of the families of the core."""
+    from torchtrain.models.llama.model import Transformer  # imports PyTorch
+
+    return MODELS[name].hf is not None or MODELS[name].model_class is Transformer
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,10 @@ class HuggingFaceConfig(Section, name="huggingface"):
             config.ema.enable or self.export_weights == "trained",
             f"huggingface.export_weights = {self.export_weights!r} needs averaged weights: set ema.enable = true",
         )
+
+    def next_commands(self, config: JobConfig, path: str) -> Sequence[str]:
+        target = shlex.quote(config.job.dump_folder.rstrip("/") + "_hf")
+        return [f"python -m torchtrain.convert {path} {target}"] if has_format(config.model.name) else []
 
     def check_run(self, run: "ResolvedRun", device: "torch.device") -> None:  # noqa: ARG002
         if not self.export:

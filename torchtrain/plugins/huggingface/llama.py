@@ -6,11 +6,13 @@ The rows of wq and wk are in Hugging Face's order (see ``apply_rope``), so that 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.llama.rope_scaling import RopeScaling
+from torchtrain.models.spec import HFFormat
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ def export_family(config: TransformerConfig) -> str:
     def computes_the_same(name: str) -> bool:
         return (FAMILIES[name].qk_norm, FAMILIES[name].qkv_bias) == (config.qk_norm, config.qkv_bias)
 
-    return next(filter(computes_the_same, (config.family, *FAMILIES)))
+    own = [config.family] if config.family in FAMILIES else []  # else a family from outside with the same decoder
+    return next(filter(computes_the_same, [*own, *FAMILIES]))
 
 
 _HF_MODULES = {
@@ -112,7 +115,7 @@ def hf_config(config: TransformerConfig, dtype: str, bos_id: int | None, eos_id:
             raise ValueError(
                 f"{key} = {getattr(expected, key)!r} cannot be exported: the config.json of a "
                 f"{content['model_type']} would mean {getattr(written, key)!r}. Add this field to hf_config and "
-                "config_from_hf in torchtrain/models/llama/hf.py, or train without it"
+                "config_from_hf in torchtrain/plugins/huggingface/llama.py, or train without it"
             )
     return content
 
@@ -245,3 +248,18 @@ def _scaling_from_hf(rope: Mapping[str, Any]) -> RopeScaling | None:
     if _LENGTH in given:
         given["original_max_seq_len"] = given.pop(_LENGTH)
     return RopeScaling(rope_type, **given)  # type: ignore[arg-type]
+
+
+FORMATS: Mapping[str, HFFormat] = MappingProxyType(
+    {
+        name: HFFormat(
+            family.model_type,
+            hf_name,
+            hf_config,
+            partial(config_from_hf, name),
+            reads=name != "llama2",  # its config.json has the same model_type as that of Llama 3
+        )
+        for name, family in FAMILIES.items()
+    }
+)
+"""Hugging Face's format of each family of the core."""
