@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:  # base classes, which mypy must know
     from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
-    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 FSDP, CHECKPOINT = "torch.distributed.fsdp._fully_shard", "torch.distributed.algorithms._checkpoint"
 
@@ -36,31 +35,6 @@ NAMES = {
         "the part of a tensor that a rank holds",
     ),
     "_streaming_load": ("torch.distributed._serialization", "read tensors from a connection"),
-    # The planner.
-    "TorchDispatchMode": ("torch.utils._python_dispatch", "see each operation"),
-    "tree_leaves": ("torch.utils._pytree", "tensors in the arguments of an operation"),
-    "tree_map_only": ("torch.utils._pytree", "tensors in the results of an operation, replaced"),
-    "FakeTensor": ("torch._subclasses.fake_tensor", "tensors without data"),
-    "FakeTensorMode": ("torch._subclasses.fake_tensor", "tensors without data"),
-    "unset_fake_temporarily": ("torch._subclasses.fake_tensor", "operations on the fake tensors of a compiled graph"),
-    "FakeStore": ("torch.testing._internal.distributed.fake_pg", "simulated ranks"),
-    "_resolve_process_group": ("torch.distributed.distributed_c10d", "the group of a functional collective"),
-    "FSDPParamGroup": (f"{FSDP}._fsdp_param_group", "when FSDP gathers, reduces and waits"),
-    "ShardingPropagator": ("torch.distributed.tensor._sharding_prop", "leave out DTensor's trial tensors"),
-    "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug", "forget the meshes of a simulation"),
-    "_PipelineSchedule": ("torch.distributed.pipelining.schedules", "static shapes, without a vote of the ranks"),
-    "InferenceMode": ("torch.distributed.pipelining._utils", "shapes that need no warm-up, since 2.13"),
-    "_scoped_library": ("torch.library", "a kernel that CPUs lack, during a simulation"),
-    "aot_autograd": ("torch._dynamo.backends.common", "the graphs that Inductor would compile"),
-    "min_cut_rematerialization_partition": (
-        "torch._functorch.partitioners",
-        "the activations that a compiled block saves",
-    ),
-    "select_decomp_table": ("torch._inductor.decomposition", "the operations of a compiled block"),
-    "micro_pipeline_tp_pass": (
-        "torch._inductor.fx_passes.micro_pipeline_tp",
-        "the collectives that asynchronous tensor parallelism overlaps",
-    ),
 }
 
 # Members that are used, replaced or set, and their purposes.
@@ -75,7 +49,6 @@ MEMBERS = {
     "torch.distributed.tensor.parallel.PrepareModuleInput._prepare_input_fn": "gather only the first input of a module",
     "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": "the V-shaped schedule on gloo",
     "torch._functorch.config.activation_memory_budget": "activation_checkpoint.mode = memory_budget",
-    "torch._functorch.config.patch": "undo the memory budget of a simulation",
     "torch._functorch.config.unsafe_treat_script_objects_as_zero_size": "the same with tensor parallelism, since 2.13",
     "torch._functorch.partitioners.has_recomputable_rng_ops": "a block without random numbers, compiled on a CPU",
     "torch._inductor.config._micro_pipeline_tp": "asynchronous tensor parallelism",
@@ -92,14 +65,6 @@ MEMBERS = {
     "torch.distributed.checkpoint.filesystem._StorageInfo": "the metadata of checkpoints",
     "torch.distributed.checkpoint.filesystem._StorageWriterTransforms.transform_save_stream": "a hash per tensor",
     "torch.serialization._get_layout": "the metadata of checkpoints",
-    "torch.distributed.tensor._sharding_prop.ShardingPropagator._propagate_tensor_meta_non_cached": "the planner",
-    f"{FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard": "the planner",
-    "torch._C._current_autograd_node": "the planner: forward or backward",
-    "torch._ops.OpOverload": "the planner: kinds of operations",
-    "torch._ops.OperatorBase": "the planner: kinds of operations",
-    "torch._ops.HigherOrderOperator": "the planner: kinds of operations",
-    "torch._dynamo.reset": "the planner: forget compiled blocks",
-    "torch.optim.adam._get_value": "the planner: the number of steps",
 }
 
 
@@ -127,7 +92,11 @@ def flight_record() -> list[dict[str, Any]]:
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"{__name__} has no {name}")
-    module, purpose = NAMES[name]
+    return import_private(name, *NAMES[name])
+
+
+def import_private(name: str, module: str, purpose: str) -> Any:
+    """Import ``name`` from ``module``; the ImportError, if it does not exist, says how it is used: ``purpose``."""
     try:
         return getattr(import_module(module), name)
     except (AttributeError, ImportError) as error:

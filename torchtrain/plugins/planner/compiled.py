@@ -23,7 +23,7 @@ from torchtrain.models.document_mask import compiled_create_block_mask
 from torchtrain.models.llama.model import compiled_flex_attention
 from torchtrain.plugins.planner.operations import MATMULS, VIEWS, nbytes
 from torchtrain.plugins.planner.recorder import StepRecorder
-from torchtrain.torch_internals import (
+from torchtrain.plugins.planner.torch_internals import (
     aot_autograd,
     micro_pipeline_tp_pass,
     min_cut_rematerialization_partition,

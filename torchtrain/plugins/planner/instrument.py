@@ -15,7 +15,7 @@ from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import OutputLoss
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
-from torchtrain.torch_internals import FSDPParamGroup, ShardingPropagator
+from torchtrain.plugins.planner.torch_internals import FSDPParamGroup, ShardingPropagator
 
 
 class RecorderHook(Hook):

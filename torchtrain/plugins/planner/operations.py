@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from torchtrain.torch_internals import _resolve_process_group, tree_leaves
+from torchtrain.plugins.planner.torch_internals import _resolve_process_group, tree_leaves
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from torchtrain.plugins.planner.operations import (
     tensors_in,
     work_of,
 )
-from torchtrain.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatchMode
+from torchtrain.plugins.planner.torch_internals import FakeTensor, FSDPParamGroup, TorchDispatchMode
 
 aten = torch.ops.aten
 CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "activations", "temporary")

@@ -39,7 +39,7 @@ from torchtrain.plugins.planner.operations import tensors_in
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
 from torchtrain.plugins.planner.representative_ranks import pipeline_actions
-from torchtrain.torch_internals import (
+from torchtrain.plugins.planner.torch_internals import (
     FakeStore,
     FakeTensorMode,
     TorchDispatchMode,
@@ -157,7 +157,7 @@ def gpu_kernels() -> Iterator[None]:
 
 def assume_static_shapes(_: _PipelineSchedule, stages: Any, *__: Any) -> None:
     """Replacement of ``_warmup_p2p``, where ranks vote on whether shapes are static: fake messages cannot be read."""
-    from torchtrain.torch_internals import InferenceMode  # since torch 2.13
+    from torchtrain.plugins.planner.torch_internals import InferenceMode  # since torch 2.13
 
     for stage in stages:
         stage._inference_mode = InferenceMode.STATIC
