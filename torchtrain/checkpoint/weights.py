@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
-from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
+from torchtrain.checkpoint.format import CONFIG, VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
 from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.checkpoint.saved_run import SavedRun, read_config
@@ -22,11 +22,11 @@ from torchtrain.config.parse import from_toml, read_table, read_text
 from torchtrain.config.registry import URL_READERS, WEIGHT_FORMATS
 from torchtrain.config.schema import CheckpointConfig, JobConfig, ModelConfig, TrainingConfig
 from torchtrain.config.urls import local_copy, names_at
-from torchtrain.datasets.tokenizers import TOKENIZER_FILES, JsonTokenizer, Tokenizer
+from torchtrain.datasets.tokenizers import TOKENIZER_FILES
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError
-from torchtrain.files import MISSING, is_url, printable, scheme_of
+from torchtrain.files import MISSING, is_url, scheme_of
 from torchtrain.logging import logger
 from torchtrain.models.model_config import given, longest_context, to_model_section
 from torchtrain.models.spec import DecoderConfig, spec_of
@@ -63,48 +63,6 @@ def require_one_kind(folder: StoredCheckpoint | Path, weights: str) -> None:
     """Raise CheckpointError where ``weights`` are asked for that only a run has, of ``folder``, which is not one's."""
     if weights != "trained":
         raise CheckpointError(f"{folder} has one set of weights; {weights!r} needs the checkpoints of a run")
-
-
-def begins_with_bos(folder: StoredCheckpoint | Path, tokenizer: Tokenizer) -> bool:
-    """Whether the model in ``folder``, as ``find_weights`` gave it, knows texts that begin with bos.
-
-    A run's documents do, and so do those of Meta's models. Another model of Hugging Face's is used as its tokenizer's
-    own files say, also where ``convert`` has made a checkpoint of it.
-    """
-    if isinstance(folder, Path):
-        return False
-    return read_manifest(folder).run is not None or not isinstance(tokenizer, JsonTokenizer)
-
-
-def check_tokenizer(checkpoint: StoredCheckpoint, tokenizer: Tokenizer, path: str) -> None:
-    """Raise CheckpointError where ``tokenizer``, which lies in ``path`` now, is not that of the run that made
-    ``checkpoint``."""
-    saved = read_manifest(checkpoint).data.get("model.tokenizer_path", tokenizer.identity)
-    if saved != tokenizer.identity:
-        raise CheckpointError(
-            f"{checkpoint} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one "
-            f"({printable(saved)}, now {tokenizer.identity}): put it back, or name the one to use by tokenizer_path"
-        )
-
-
-def find_checkpoints(path: str | Path, count: int) -> list[StoredCheckpoint]:
-    """The newest ``count`` checkpoints of the run in ``path``; for 1, that of ``find_checkpoint``. CheckpointError."""
-    if count == 1:
-        return [find_checkpoint(path)]
-    for folder in checkpoint_folders(path):
-        storage = open_storage(folder)
-        if steps := storage.steps()[-count:]:
-            break
-    else:
-        find_checkpoint(path)  # raises, if there is none
-        steps = []
-    if len(steps) < count:
-        has = f"has {len(steps)}" if steps else "is one"
-        raise CheckpointError(f"the mean of {count} checkpoints was asked for, and {path} {has}; give a run's folder")
-    checkpoints = [storage.open(step) for step in steps]
-    if len({read_manifest(checkpoint).run for checkpoint in checkpoints}) > 1:
-        raise CheckpointError(f"the newest {count} checkpoints in {storage} are not of one run")
-    return checkpoints
 
 
 def checkpoint_folders(path: str | Path) -> list[str]:

@@ -108,9 +108,3 @@ def new_gloo_group(timeout: timedelta) -> dist.ProcessGroup:
     dist.gather(flag, [torch.empty(1) for _ in range(group.size())] if is_first else None, group=group, group_dst=0)
     dist.barrier(group)
     return group
-
-
-def on_one_machine(group: dist.ProcessGroup) -> bool:
-    """Whether torchrun started all ranks of ``group`` on the same machine."""
-    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return len({rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)}) == 1

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from torchtrain.checkpoint.states import STATES
-from torchtrain.checkpoint.weights import begins_with_bos, check_tokenizer, find_weights, load_weights, saved_config
+from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config
 from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig
 from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
@@ -17,7 +17,7 @@ from torchtrain.models.model_config import build_model_config, longest_context
 from torchtrain.models.spec import Decoder, build_model
 from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-from torchtrain.plugins.huggingface.tokenizer import find_eos_ids
+from torchtrain.plugins.huggingface.tokenizer import begins_with_bos, check_tokenizer, find_eos_ids
 
 
 @dataclass(frozen=True)

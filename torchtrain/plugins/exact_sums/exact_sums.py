@@ -8,6 +8,7 @@ summand of the previous step. A step whose summands exceed the limit is detected
 """
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -19,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from torchtrain.config.schema import JobConfig, section_of
-from torchtrain.distributed.connections import on_one_machine
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.distributed.process_group import all_reduce
@@ -250,3 +250,9 @@ def exact_sum(values: Tensor) -> Tensor:
     all_reduce(sums)
     sums = sums.double()
     return torch.where(largest.isfinite(), (sums[0] + sums[1] * 2.0**-32) / scale, largest)
+
+
+def on_one_machine(group: dist.ProcessGroup) -> bool:
+    """Whether torchrun started all ranks of ``group`` on the same machine."""
+    ranks_per_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return len({rank // ranks_per_machine for rank in dist.get_process_group_ranks(group)}) == 1

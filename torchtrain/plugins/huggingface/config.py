@@ -7,10 +7,10 @@ from typing import Any
 from torchtrain.config.registry import MODELS
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.files import MISSING, parse_json, read_file
+from torchtrain.models.llama.model import Transformer
 from torchtrain.models.model_config import require_sizes
 from torchtrain.models.spec import DecoderConfig, HFFormat, ModelSpec
 from torchtrain.plugins.huggingface.llama import FORMATS
-from torchtrain.plugins.huggingface.options import has_format
 
 CONFIG_FILE = "config.json"
 
@@ -30,7 +30,7 @@ def hf_format(model: DecoderConfig) -> HFFormat:
 def _format_of(name: str) -> HFFormat | None:
     """Hugging Face's format of the model ``name``; None if it has none."""
     spec: ModelSpec = MODELS[name]
-    if spec.hf is None and has_format(name):
+    if spec.hf is None and spec.model_class is Transformer:
         return FORMATS.get(name, FORMATS["llama3"])  # exported as the family that computes the same
     return spec.hf
 

@@ -10,31 +10,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.format import VerifiedReader, VerifiedWriter, read_manifest
 from torchtrain.checkpoint.local_storage import LocalNewCheckpoint
 from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import load_weight_tensors, parameter_shapes, save_tensors
-from torchtrain.checkpoint.storage import MANIFEST, StoredCheckpoint
-from torchtrain.checkpoint.weights import (
-    begins_with_bos,
-    check_tokenizer,
-    fetch_folder,
-    find_checkpoints,
-    require_one_kind,
-)
+from torchtrain.checkpoint.storage import MANIFEST, StoredCheckpoint, open_storage
+from torchtrain.checkpoint.weights import checkpoint_folders, fetch_folder, find_checkpoint, require_one_kind
 from torchtrain.config.parse import to_toml
 from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.environment import require_one_process
 from torchtrain.errors import CheckpointError
-from torchtrain.files import is_url, parse_json, partial_folder, read_file, require_folder
+from torchtrain.files import is_url, parse_json, read_file, require_folder
 from torchtrain.logging import logger
 from torchtrain.models.model_config import build_model_config, require_sizes, to_model_section
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE, read_hf_config
 from torchtrain.plugins.huggingface.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
 from torchtrain.plugins.huggingface.safetensors_folder import find_tensors, finite, is_hf_folder, read_into, save_hf
+from torchtrain.plugins.huggingface.tokenizer import begins_with_bos, check_tokenizer
+from torchtrain.plugins.object_storage.partial_folder import partial_folder
 from torchtrain.plugins.object_storage.storage import ObjectStore
 from torchtrain.progress import ProgressBar
 
@@ -246,3 +242,23 @@ def source_tokenizer(folder: Path, tokenizer_path: str) -> str:
         raise CheckpointError(f"{path} has no tokenizer, which the converted model needs; give one by --tokenizer_path")
     load_tokenizer(path)  # an invalid one is an error before anything is written
     return path
+
+
+def find_checkpoints(path: str | Path, count: int) -> list[StoredCheckpoint]:
+    """The newest ``count`` checkpoints of the run in ``path``; for 1, that of ``find_checkpoint``. CheckpointError."""
+    if count == 1:
+        return [find_checkpoint(path)]
+    for folder in checkpoint_folders(path):
+        storage = open_storage(folder)
+        if steps := storage.steps()[-count:]:
+            break
+    else:
+        find_checkpoint(path)  # raises, if there is none
+        steps = []
+    if len(steps) < count:
+        has = f"has {len(steps)}" if steps else "is one"
+        raise CheckpointError(f"the mean of {count} checkpoints was asked for, and {path} {has}; give a run's folder")
+    checkpoints = [storage.open(step) for step in steps]
+    if len({read_manifest(checkpoint).run for checkpoint in checkpoints}) > 1:
+        raise CheckpointError(f"the newest {count} checkpoints in {storage} are not of one run")
+    return checkpoints

@@ -17,13 +17,6 @@ if TYPE_CHECKING:  # imports PyTorch
     from torchtrain.resolve import ResolvedRun
 
 
-def has_format(name: str) -> bool:
-    """Whether the model ``name`` has a format of Hugging Face's: its own, or that of the families of the core."""
-    from torchtrain.models.llama.model import Transformer  # imports PyTorch
-
-    return MODELS[name].hf is not None or MODELS[name].model_class is Transformer
-
-
 @dataclass(frozen=True)
 class HuggingFaceConfig(Section, name="huggingface"):
     """Export of the weights in Hugging Face's format."""
@@ -44,8 +37,13 @@ class HuggingFaceConfig(Section, name="huggingface"):
         )
 
     def next_commands(self, config: JobConfig, path: str) -> Sequence[str]:
+        from torchtrain.models.llama.model import Transformer  # imports PyTorch
+
+        model = MODELS[config.model.name]
+        if model.hf is None and model.model_class is not Transformer:  # it has no format of Hugging Face's
+            return []
         target = shlex.quote(config.job.dump_folder.rstrip("/") + "_hf")
-        return [f"python -m torchtrain.convert {path} {target}"] if has_format(config.model.name) else []
+        return [f"python -m torchtrain.convert {path} {target}"]
 
     def check_run(self, run: "ResolvedRun", device: "torch.device") -> None:  # noqa: ARG002
         if not self.export:

@@ -26,7 +26,6 @@ from torchtrain.files import (
     PARTIAL_SUFFIX,
     fsync_folder,
     parse_json,
-    partial_folder,
     partial_path,
     printable,
     read_file,
@@ -38,6 +37,7 @@ from torchtrain.models.parameters import local_block
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE, hf_format, read_hf_config
 from torchtrain.plugins.huggingface.tokenizer import find_eos_ids, one_or_all, write_hf_tokenizer
+from torchtrain.plugins.object_storage.partial_folder import partial_folder
 from torchtrain.progress import ProgressBar, progress
 
 WEIGHTS_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Write a tokenizer as the files that ``AutoTokenizer`` of transformers reads."""
+"""Write a tokenizer as the files that ``AutoTokenizer`` of transformers reads; which one belongs to a model."""
 
 import base64
 import json
@@ -13,6 +13,8 @@ from sentencepiece import sentencepiece_model_pb2
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Library
 
+from torchtrain.checkpoint.format import read_manifest
+from torchtrain.checkpoint.storage import StoredCheckpoint
 from torchtrain.datasets.tokenizers import (
     LLAMA3_PATTERN,
     TOKENIZER_CONFIG,
@@ -23,7 +25,7 @@ from torchtrain.datasets.tokenizers import (
     Tokenizer,
 )
 from torchtrain.errors import CheckpointError, TokenizerError
-from torchtrain.files import MISSING, parse_json, read_file
+from torchtrain.files import MISSING, parse_json, printable, read_file
 from torchtrain.logging import logger
 from torchtrain.plugins.huggingface.config import CONFIG_FILE
 
@@ -251,3 +253,25 @@ def _from_tiktoken(tokenizer: Tokenizer, content: bytes) -> Library:
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([tokenizer.decode([n]) for n in range(len(ranks), tokenizer.vocab_size)])
     return library
+
+
+def begins_with_bos(folder: StoredCheckpoint | Path, tokenizer: Tokenizer) -> bool:
+    """Whether the model in ``folder``, as ``find_weights`` gave it, knows texts that begin with bos.
+
+    A run's documents do, and so do those of Meta's models. Another model of Hugging Face's is used as its tokenizer's
+    own files say, also where ``convert`` has made a checkpoint of it.
+    """
+    if isinstance(folder, Path):
+        return False
+    return read_manifest(folder).run is not None or not isinstance(tokenizer, JsonTokenizer)
+
+
+def check_tokenizer(checkpoint: StoredCheckpoint, tokenizer: Tokenizer, path: str) -> None:
+    """Raise CheckpointError where ``tokenizer``, which lies in ``path`` now, is not that of the run that made
+    ``checkpoint``."""
+    saved = read_manifest(checkpoint).data.get("model.tokenizer_path", tokenizer.identity)
+    if saved != tokenizer.identity:
+        raise CheckpointError(
+            f"{checkpoint} is of a run whose tokenizer in model.tokenizer_path = {path!r} was another one "
+            f"({printable(saved)}, now {tokenizer.identity}): put it back, or name the one to use by tokenizer_path"
+        )

@@ -27,7 +27,6 @@ from torchtrain.files import (
     discard,
     hash_of,
     open_lock_file,
-    partial_folder,
     require_folder,
     scheme_of,
 )
@@ -42,6 +41,7 @@ from torchtrain.plugins.object_storage.object_store import (
     with_store_retries,
     with_timeout,
 )
+from torchtrain.plugins.object_storage.partial_folder import partial_folder
 
 WEB = ("http", "https")  # servers without folders
 FILES_AT_ONCE = 4
