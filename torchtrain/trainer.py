@@ -387,7 +387,7 @@ class Trainer:
         return {name: state for name, state in states.items() if state is not None}
 
     def weights_changed(self) -> None:
-        """Called whenever the weights have changed: for converted linear layers, such as those in float8."""
+        """Called whenever the weights have changed: for converted linear layers."""
         if self.linear_conversion is not None:
             self.linear_conversion.after_change(self.model.model_parts, self.parallel_dims.fsdp)
 

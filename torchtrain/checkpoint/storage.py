@@ -270,7 +270,7 @@ class CheckpointStorage(ABC):
         """
 
     def store_export(self, folder: Path, origin: bytes) -> str:  # noqa: ARG002
-        """Store an export (``huggingface.export``) in place of an earlier one, and return where it is.
+        """Store an export of the weights in place of an earlier one, and return where it is.
 
         Args:
             folder: a local folder with the files of the export, which stays.

@@ -115,4 +115,4 @@ class Mesh:
 def local(tensor: Any) -> Tensor:
     """The local shard of ``tensor``, or ``tensor`` itself if it is not a DTensor. Shares its memory."""
     shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(shard, "_tensor", shard)  # unwrap torchao's tensor subclass for weights all-gathered in float8
+    return getattr(shard, "_tensor", shard)  # unwrap a tensor subclass that converts weights for their all-gather

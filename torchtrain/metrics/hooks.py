@@ -48,7 +48,7 @@ class Hook:
     shown_metrics: ClassVar[Mapping[str, str]] = {}
     """Those of ``metrics`` that the line of the log shows, with a format: ``{"experts/load": "load {:.2f}"}``."""
     kept_files: Sequence[str] = ()
-    """Files in the dump folder of which copies are stored beside checkpoints in a bucket, on rank 0."""
+    """Files in the dump folder that ``CheckpointStorage.output_copies`` stores, beside metrics; on rank 0."""
 
     # A train step.
 
@@ -106,7 +106,7 @@ class Hook:
         return {}
 
     def write_kept_files(self, results: RunResults) -> None:
-        """Called on rank 0 after each save in a bucket, in the thread of the save: bring ``kept_files`` up to date."""
+        """Called on rank 0 in the thread of a save, before copies are stored: bring ``kept_files`` up to date."""
 
     def after_last_step(self) -> None:
         """Called when the steps of a run, or of a part of it, have ended, also by a stop, but not by an error."""

@@ -143,7 +143,7 @@ def next_commands(config: JobConfig, step: int, *, is_complete: bool) -> list[st
         return []
     if not is_complete:
         return ["the same command again resumes the run" if step else "the same command starts the run again"]
-    # Checkpoints in a bucket by their URL, which is valid on other machines, too.
+    # Checkpoints by their URL, if they have one: it is valid on other machines, too.
     checkpoints = config.checkpoint.folder
     path = shlex.quote(checkpoints if is_url(checkpoints) else folder)
     imports = " --import " + " ".join(config.job.import_) if config.job.import_ else ""

@@ -26,7 +26,7 @@ class SchedulePhases:
     def progress(self, step: int) -> float:
         """Progress of the decay at ``step``: 0 before it, between 0 and 1 within it, 1 after the schedule.
 
-        The decay reaches 1 one step after the last of the schedule, as torchtitan's does: otherwise, with a minimum of
+        The decay reaches 1 one step after the last of the schedule: otherwise, with a minimum of
         0, the last step would have no effect.
         """
         left = max(0, self.total + 1 - step)

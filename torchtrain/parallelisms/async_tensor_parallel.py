@@ -23,7 +23,7 @@ from torchtrain.torch_internals import find_reduce_scatter_patterns
 
 aten, collectives = torch.ops.aten, torch.ops._c10d_functional
 RESHAPE, MM, ADD = aten.reshape.default, aten.mm.default, aten.add.Tensor
-SCALED_MM = aten._scaled_mm.default  # float8
+SCALED_MM = aten._scaled_mm.default  # of converted linear layers
 
 
 class FusibleCollectives(CustomGraphPass):

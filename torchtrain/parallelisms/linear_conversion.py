@@ -21,7 +21,7 @@ class LinearConversion(ABC):
 
     @property
     def label(self) -> str:
-        """A short name for the log, such as "float8 (rowwise)"."""
+        """A short name for the log, such as "8 bits (per row)"."""
         return type(self).__name__
 
     @abstractmethod
