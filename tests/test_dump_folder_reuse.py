@@ -90,13 +90,13 @@ def test_files_of_another_run_that_saved_no_checkpoint_are_renamed(tmp_path: Pat
 @pytest.mark.parametrize("resumed", [True, False])
 def test_files_without_a_run_id_belong_to_the_run_if_it_resumes(tmp_path: Path, resumed: bool) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "event": "start"}\n{"step": 1, "loss": 2.0}\n{"step": 2, "ev')
-    (tmp_path / "wandb_id").write_text("abc")
-    (tmp_path / "wandb_id.11").write_text("older")
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces.11").write_text("older")
     (tmp_path / "notes.13.md").write_text("of a user")
-    (tmp_path / "fingerprints").mkdir()
+    (tmp_path / "tensorboard").mkdir()
     rename_files_of_other_run(tmp_path, "x", resumed)
-    kept = {"metrics.jsonl", "wandb_id", "fingerprints"}
-    others = {"wandb_id.11", "notes.13.md"}
+    kept = {"metrics.jsonl", "traces", "tensorboard"}
+    others = {"traces.11", "notes.13.md"}
     assert files(tmp_path) == others | (kept if resumed else {numbered(name, 12) for name in kept})
     rename_files_of_other_run(tmp_path / "new", "x", resumed)
     assert not (tmp_path / "new").exists()

@@ -63,18 +63,15 @@ def test_implied_arrows_are_omitted() -> None:
     assert without_implied(graph) == {"a": set(), "b": {"a"}, "c": {"b"}, "d": {"c"}}
 
 
-# Where the core knows a plugin by a word of it: documentation of options that select it, and names of files.
+# Where the core knows a plugin by a word of it: the documentation of options that select it, and a command.
 KNOWN_PLUGINS = {
     "muon": {"config/schema.py"},
-    "wandb": {"config/schema.py", "metrics/writers.py"},
+    "wandb": {"config/schema.py"},
     "mlflow": {"config/schema.py"},
-    "trackio": {"config/schema.py", "metrics/writers.py"},
-    "fingerprint": {"metrics/writers.py"},
+    "trackio": {"config/schema.py"},
     "torchtitan": {"convert_config.py"},
-    **{
-        word: set()
-        for word in ("float8", "straggler", "lm_eval", "lighthouse", "torchft", "recheck", "s3fs", "kubernetes")
-    },
+    **{word: set() for word in ("fingerprint", "float8", "straggler", "lm_eval", "lighthouse", "torchft")},
+    **{word: set() for word in ("recheck", "s3fs", "kubernetes")},
 }
 
 

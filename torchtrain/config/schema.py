@@ -130,6 +130,9 @@ class Section:
 
     is_of_data: ClassVar[bool] = False
     """Of a plugin: whether its options say how the data are read, so that a replay of a step keeps them."""
+    output_files: ClassVar[tuple[str, ...]] = ()
+    """Of a plugin: files and folders that it writes to the dump folder, and that are renamed if another run begins
+    there."""
     may_differ_between_parts: ClassVar[bool] = False
     """Of a plugin: whether the parts of a run, such as stages, may have different options."""
 

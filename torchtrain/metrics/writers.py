@@ -1,4 +1,4 @@
-"""Metrics writers: ``metrics.jsonl``, TensorBoard, Weights & Biases, and those that a user's module registers."""
+"""Metrics writers: ``metrics.jsonl``, TensorBoard, and those that plugins register."""
 
 import io
 import json
@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import tomli
 
 from torchtrain.config.component import Component
-from torchtrain.config.registry import METRICS_WRITERS
+from torchtrain.config.registry import CONFIG_SECTIONS, METRICS_WRITERS
 from torchtrain.config.schema import JobConfig, MetricsConfig, flat
 from torchtrain.files import atomic_write, json_object, names_in
 from torchtrain.logging import BestEffort, logger
@@ -109,6 +109,8 @@ class MetricsWriter(Component, ABC):
 
     label: ClassVar[str]
     """A name for messages."""
+    output_files: ClassVar[tuple[str, ...]] = ()
+    """Files and folders that it writes to the dump folder, and that are renamed if another run begins there."""
 
     @classmethod
     def check(cls, options: Any, config: JobConfig) -> None:
@@ -175,11 +177,15 @@ class JsonLines(MetricsWriter):
         self.write({"step": step, "event": "rolled_back", "time": time.time()})
 
 
-OUTPUTS = (
-    *("config.toml", "metrics.jsonl", "tensorboard", "wandb_id", "trackio_run", "fingerprints", "traces"),
-    *("report.md", "curves.png"),
-)
-"""Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
+def output_names() -> list[str]:
+    """Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
+    of_plugins = [
+        name
+        for registry in (METRICS_WRITERS, CONFIG_SECTIONS)
+        for key in registry
+        for name in registry[key].output_files
+    ]
+    return ["config.toml", "metrics.jsonl", *of_plugins, "traces"]
 
 
 NUMBERED = re.compile(r"[a-z_]+\.([1-9][0-9]*)(?:\.[a-z]+)?")
@@ -192,7 +198,7 @@ def numbered(name: str, number: int) -> str:
 
 
 def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
-    """Rename the ``OUTPUTS`` in ``folder`` that are of another run than ``run``, to NAME.1.SUFFIX or a higher number.
+    """Rename the ``output_names`` in ``folder`` that are of another run than ``run``, to NAME.1.SUFFIX or higher.
 
     If the files of ``run`` were renamed before, they get their names back.
 
@@ -202,10 +208,10 @@ def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
     previous = last_start(folder / "metrics.jsonl")
     if previous["run"] == run if "run" in previous else resumed:
         return
-    names = names_in(folder)
+    names, outputs = names_in(folder), output_names()
     earlier = [int(match[1]) for match in map(NUMBERED.fullmatch, names) if match]
-    numbers = {number for number in earlier if any(numbered(name, number) in names for name in OUTPUTS)}
-    found = [name for name in OUTPUTS if name in names]
+    numbers = {number for number in earlier if any(numbered(name, number) in names for name in outputs)}
+    found = [name for name in outputs if name in names]
     if found:
         number = 1 + max(numbers, default=0)
         _renumber(folder, found, 0, number)
@@ -213,21 +219,22 @@ def rename_files_of_other_run(folder: Path, run: str, resumed: bool) -> None:
         logger.info(f"{folder} has files of another run: they are renamed to {listed}")
     for number in sorted(numbers, reverse=True):
         if run and last_start(folder / numbered("metrics.jsonl", number)).get("run") == run:
-            own = [name for name in OUTPUTS if numbered(name, number) in names]
+            own = [name for name in outputs if numbered(name, number) in names]
             _renumber(folder, own, number, 0)
             logger.info(f"{folder}: files of this run had been renamed: they are {', '.join(own)} again")
             break
 
 
 def _renumber(folder: Path, names: Sequence[str], old: int, new: int) -> None:
-    """Change the number in the names of outputs, also where the report links to its curves."""
+    """Change the number in the names of outputs, also in the links of Markdown files to them."""
     for name in names:
         path = (folder / numbered(name, old)).rename(folder / numbered(name, new))
-        if name == "report.md":
+        if path.suffix == ".md":
             text = path.read_text(encoding="utf-8")
-            link, renamed = (f"]({numbered('curves.png', number)})" for number in (old, new))
+            for target in names:
+                text = text.replace(f"]({numbered(target, old)})", f"]({numbered(target, new)})")
             with atomic_write(path) as file:
-                file.write(text.replace(link, renamed).encode())
+                file.write(text.encode())
 
 
 def last_start(path: Path) -> dict[str, Any]:
@@ -283,6 +290,7 @@ class TensorBoard(MetricsWriter):
     """
 
     label = "TensorBoard"
+    output_files = ("tensorboard",)
 
     def __init__(self, context: WriterContext) -> None:
         folder, config_toml, start_step = context.folder / "tensorboard", context.config_toml, context.start_step

@@ -10,6 +10,7 @@ class ComparisonConfig(Section, name="comparison"):
     """Fingerprints of tensors, which torchtrain.compare reads."""
 
     changes_run = False
+    output_files = ("fingerprints",)
     may_differ_between_parts = True
 
     fingerprint_steps: tuple[Count, ...] = ()

@@ -43,6 +43,7 @@ class Trackio(MetricsWriter):
     """
 
     label = "Trackio"
+    output_files = (NAME_FILE,)
     Options = TrackioOptions
 
     @classmethod

@@ -48,6 +48,7 @@ class WeightsAndBiases(MetricsWriter):
     """
 
     label = "Weights & Biases"
+    output_files = ("wandb_id",)
     Options = WandbOptions
 
     @classmethod
