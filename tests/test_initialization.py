@@ -144,6 +144,17 @@ def test_values_do_not_depend_on_the_blocks_filled_at_a_time(monkeypatch: pytest
     assert torch.equal(filled(0), expected)
 
 
+def test_values_do_not_depend_on_the_default_dtype() -> None:
+    expected = filled(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = filled(0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype is torch.float64
+    assert torch.equal(found, expected.double())
+
+
 def test_blocks_share_few_values() -> None:
     blocks = filled(0, 4, BLOCK)
     assert len(blocks.unique()) > 0.95 * blocks.numel()  # there are 2^23 values, so that a few occur twice

@@ -107,7 +107,7 @@ def fill_parameter(parameter: Tensor, transform: Transform, seed: int, name: str
 def stream(key: int, start: int, stop: int, transform: Transform, pool: ThreadPoolExecutor) -> Tensor:
     """Elements ``start`` to ``stop`` of the random stream of ``key``, as float32; generated in full blocks."""
     first, end = start // BLOCK, (stop - 1) // BLOCK + 1
-    values = torch.empty(end - first, BLOCK)
+    values = torch.empty(end - first, BLOCK, dtype=torch.float32)  # whatever the default dtype is
 
     def draw(blocks: Tensor, number: int) -> None:
         # A counter yields four 64-bit words, that is, 8 values. Unlike ``random_raw``, ``random`` lets other threads of
