@@ -13,9 +13,8 @@ import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from forked_command import checked_command, run_command
 from forked_run import finish
 from gloo_pool import GlooPool
 from parity import GLOBAL_BATCH, TINY, config_of, train
+from planted import plant
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -264,25 +264,6 @@ def compare(*arguments: object) -> tuple[int, dict[str, Any]]:
     return code, json.loads(output.getvalue())
 
 
-def plant(fault: Fault) -> None:
-    """Replace the functions that this process has loaded from the fault's file by those with the fault."""
-    module = import_module(f"torchtrain.{fault.file.removesuffix('.py').replace('/', '.')}")
-    text = (ROOT / "torchtrain" / fault.file).read_text()
-    assert text.count(fault.old) == 1
-    faulty: dict[str, Any] = {"__name__": module.__name__}
-    exec(compile(text.replace(fault.old, fault.new), fault.file, "exec"), faulty)
-
-    def replace_code(originals: Any, faulty_ones: Any) -> None:
-        for name, found in originals.items():
-            if getattr(found, "__module__", "") == module.__name__:
-                if isinstance(found, type):
-                    replace_code(vars(found), vars(faulty_ones[name]))
-                elif isinstance(found, FunctionType):
-                    found.__code__ = faulty_ones[name].__code__
-
-    replace_code(vars(module), faulty)
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_can_be_injected(name: str) -> None:
     fault = FAULTS[name]
@@ -312,7 +293,7 @@ QUICK_FAULTS = ("batch row swapped", "loss divided by the local tokens", "weight
 def test_injected_fault_is_named(references: Any, tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]
     reference, options = references(fault.reference)
-    hook = functools.partial(plant, fault)
+    hook = functools.partial(plant, fault.file, fault.old, fault.new)
     options = (*options, *fault.options)
     if name == "stale shard after resume":
         saving = ("--checkpoint.enable", "--checkpoint.interval", "2")

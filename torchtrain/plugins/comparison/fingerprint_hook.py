@@ -78,6 +78,10 @@ class FingerprintHook(Hook):
         self.recording.close()
         if self.model.has_loss:
             self.recorder.add_loss(loss.total)
+        self.keep(step, batch)
+
+    def keep(self, step: int, batch: Batch) -> None:
+        """Keep what was recorded of ``step``. Collective."""
         fingerprints = self.recorder.collect(batch)
         with self.best_effort:
             if fingerprints is not None:

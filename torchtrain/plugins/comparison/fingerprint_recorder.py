@@ -6,10 +6,10 @@ the first rank assembles the parts of all ranks.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torchtrain.datasets.order import permute, stream_seed
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.models.parameters import full_name, local_block
 from torchtrain.models.spec import DecoderConfig, build_model
-from torchtrain.plugins.comparison.fingerprints import Box, Fingerprint, StepFingerprints, assemble, merge
+from torchtrain.plugins.comparison.fingerprints import Box, Fingerprint, RankPart, StepFingerprints, assemble, merge
 
 SAMPLES = 256  # values recorded per tensor
 ROWS, SEQUENCE = -1, -2  # symbolic sizes in shapes: rows of the batch, and positions of the sequence
@@ -40,7 +40,7 @@ def register_hooks(modules: Mapping[str, nn.Module], record: Callable[[str, Tens
     """Register hooks that call ``record(key, tensor)`` for the inputs and outputs of modules that require a gradient.
 
     Each input is replaced by a view of it, so that the gradient of the view is the gradient through this module only.
-    The keys of a module with several inputs end with q, k and v.
+    The keys of a module with several inputs end with q, k, v, 3 and so on.
 
     Yields:
         The handles of the hooks.
@@ -50,7 +50,8 @@ def register_hooks(modules: Mapping[str, nn.Module], record: Callable[[str, Tens
         differentiable = [i for i, x in enumerate(args) if isinstance(x, Tensor) and x.requires_grad]
         views = tuple(x.view_as(x) if i in differentiable else x for i, x in enumerate(args))
         for i in differentiable:
-            record(f"{name} input" + (f" {'qkv'[i]}" if len(differentiable) > 1 else ""), views[i])
+            which = f" {'qkv'[i] if i < 3 else i}" if len(differentiable) > 1 else ""
+            record(f"{name} input{which}", views[i])
         return views
 
     def record_output(name: str, _: nn.Module, args: Any, output: Any) -> None:  # noqa: ARG001
@@ -69,22 +70,31 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, list[int]]:
     """
     with torch.device("meta"):
         model = build_model(config)
-    # A sequence length that is not equal to any other size, to find the dimensions that depend on it.
-    seq = 1 + max(size for parameter in model.parameters() for size in parameter.shape)
-    forward: dict[str, list[int]] = {}
+    # The dimensions whose sizes differ between two sequence lengths. A model may support no longer ones.
+    lengths = config.max_seq_len, config.max_seq_len // 2 or 2
+    found: dict[str, torch.Size] = {}
 
     def record(key: str, tensor: Tensor) -> None:
-        forward[key] = [ROWS, *(SEQUENCE if size == seq else size for size in tensor.shape[1:])]
+        found[key] = tensor.shape
 
-    tokens = torch.zeros(1, seq, dtype=torch.int64, device="meta")
     list(register_hooks(recorded_modules(model), record))
-    model(tokens, positions=tokens, head=lambda hidden, _: hidden)
+    both = []
+    for seq in lengths:
+        tokens = torch.zeros(1, seq, dtype=torch.int64, device="meta")
+        model(tokens, positions=tokens, head=lambda hidden, _: hidden)
+        both.append(dict(found))
+    forward: dict[str, list[int]] = {}
+    for key, shape in both[0].items():
+        sizes = zip(shape[1:], both[1][key][1:], strict=True)
+        forward[key] = [ROWS, *(size if size == other else SEQUENCE for size, other in sizes)]
     parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     backward = {f"{name} gradient": shape for name, shape in parameters.items() if name.startswith("output.")}
     for key, shape in reversed(forward.items()):
         backward[f"{key} gradient"] = shape
         module = key.removesuffix(" output")
         backward |= {f"{n} gradient": s for n, s in parameters.items() if n.rpartition(".")[0] == module}
+    # Those of modules that are not called, such as an embedding of positions whose weight is added.
+    backward |= {f"{n} gradient": s for n, s in parameters.items() if f"{n} gradient" not in backward}
     updates = {f"{name} update": shape for name, shape in parameters.items()}
     return {BATCH: [ROWS, SEQUENCE], **parameters, **forward, LOSS: [ROWS, SEQUENCE], **backward, **updates}
 
@@ -101,6 +111,24 @@ def sample_indices(name: str, shape: tuple[int, ...]) -> list[Tensor]:
     count = math.prod(shape)
     chosen = permute(np.arange(min(SAMPLES, count)), count, stream_seed("fingerprint", name))
     return [index.contiguous() for index in torch.unravel_index(torch.from_numpy(chosen), shape)]
+
+
+class Samples(NamedTuple):
+    """Where the samples of a tensor are in the part of it that this rank has."""
+
+    box: Box
+    at: list[Tensor]
+    """Index of each sample along each dimension of the part; any index for a sample that this rank does not have."""
+    present: Tensor
+    """Whether this rank has the sample."""
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...], indices: list[Tensor]) -> "Samples":
+        """The samples of the tensor ``name`` in the part with these ``indices`` along each dimension."""
+        samples = sample_indices(name, shape)
+        at = [torch.searchsorted(index[:-1], i) for index, i in zip(indices, samples, strict=True)]
+        present = torch.stack([index[j] == i for index, j, i in zip(indices, at, samples, strict=True)]).all(dim=0)
+        return cls(index_ranges(indices), at, present)
 
 
 class FingerprintRecorder:
@@ -121,7 +149,9 @@ class FingerprintRecorder:
         first = mesh.degrees.batch_rank(dist.get_rank()) * rows
         self.local_indices = {ROWS: torch.arange(first, first + rows), SEQUENCE: sequence}
         self.global_sizes = {ROWS: global_rows, SEQUENCE: len(sequence) * mesh.degrees.context}
-        self.parts: dict[str, tuple[Box, Fingerprint]] = {}
+        self.parts: dict[str, RankPart] = {}
+        self.samples: dict[tuple[str, int, tuple[int, ...]], Samples] = {}
+        """By name, first row and shape of a part: of the gradient, the update, and later steps they are the same."""
         self.tokens = torch.empty(0)  # of this rank's rows and positions
         self.next_row: dict[nn.Module, int] = {}  # for each model part, the first row of its next microbatch
         self.rows: Tensor | None = None  # global indices of the rows in the current forward
@@ -175,20 +205,28 @@ class FingerprintRecorder:
 
     @torch.no_grad()
     def _record(self, key: str, tensor: Tensor, rows: Tensor) -> None:
-        """Record this rank's part of the batch, an activation or its gradient, for the global ``rows``."""
+        """Record this rank's part of the batch, an activation or its gradient, for the global ``rows``.
+
+        A tensor is left out if the model on one device does not have it, or if its shape is not that of a part of it:
+        the model may have been parallelized by a function of the user.
+        """
         if isinstance(tensor, DTensor):
             # Gradients of replicated activations are partial sums.
             placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
             tensor = tensor.redistribute(placements=placements).to_local()
+        shape = self.shapes.get(key, [])
+        if len(shape) != tensor.ndim:
+            return
         local_indices = {**self.local_indices, ROWS: rows}
         indices = []
-        for size, local_size in zip(self.shapes[key], tensor.shape, strict=True):
+        for size, local_size in zip(shape, tensor.shape, strict=True):
             index = local_indices[size] if size in local_indices else torch.arange(size)
             if len(index) != local_size:
                 index = index.chunk(self.tensor_parallel.size())[self.tensor_parallel.get_local_rank()]
-            assert len(index) == local_size, f"{key}: {local_size} of {size} along a dimension"
+            if len(index) != local_size:
+                return
             indices.append(index)
-        self._record_part(key, tensor, indices)
+        self._record_part(key, tensor, indices, int(rows[0]))
 
     @torch.no_grad()
     def add_parameters(self, what: str, tensors: Mapping[str, Tensor]) -> None:
@@ -199,6 +237,8 @@ class FingerprintRecorder:
             tensors: tensors or DTensors by full name, on any layout.
         """
         for name, tensor in tensors.items():
+            if name not in self.shapes:  # of a model that a function of the user has changed
+                continue
             block, spans = local_block(tensor)
             indices = [torch.arange(span.start, span.stop) for span in spans]
             self._record_part(f"{name} {what}".strip(), local(block), indices)
@@ -209,7 +249,7 @@ class FingerprintRecorder:
         fingerprint = Fingerprint("float32", list(self.global_sizes.values()), "", numbers)
         self.parts[LOSS] = index_ranges(self.local_indices.values()), fingerprint
 
-    def _record_part(self, key: str, tensor: Tensor, indices: list[Tensor]) -> None:
+    def _record_part(self, key: str, tensor: Tensor, indices: list[Tensor], first_row: int = 0) -> None:
         """Record the part of a global tensor that has these ``indices`` along each dimension."""
         if tensor.numel() == 0:
             return
@@ -217,17 +257,20 @@ class FingerprintRecorder:
         # Gradients and updates may be stored as float32, but were computed in self.dtype.
         dtype = str(tensor.dtype).removeprefix("torch.") if key == name else self.dtype
         shape = [self.global_sizes.get(size, size) for size in self.shapes[key]]
-        samples = sample_indices(name, tuple(shape))
-        at = [torch.searchsorted(index[:-1], i) for index, i in zip(indices, samples, strict=True)]
-        present = torch.stack([index[j] == i for index, j, i in zip(indices, at, samples, strict=True)]).all(dim=0)
-        values = torch.where(present, tensor[tuple(j.to(tensor.device) for j in at)].double().cpu(), 0.0)
+        known = name, first_row, tuple(tensor.shape)
+        if known not in self.samples:
+            self.samples[known] = Samples.of(name, tuple(shape), indices)
+        samples = self.samples[known]
+        values = torch.where(
+            samples.present, tensor[tuple(j.to(tensor.device) for j in samples.at)].double().cpu(), 0.0
+        )
         flat, absolute = tensor.flatten(), tensor.flatten().abs()
         sums = flat.sum(dtype=torch.float64), absolute.sum(dtype=torch.float64)
         statistics = torch.stack((*sums, absolute.max().to(torch.float64)))
-        box, part = index_ranges(indices), Fingerprint(dtype, shape, "", torch.cat((statistics.cpu(), values)).numpy())
+        box, part = samples.box, Fingerprint(dtype, shape, "", torch.cat((statistics.cpu(), values)).numpy())
         if key in self.parts:  # the rows of an earlier microbatch
-            earlier_box, earlier = self.parts[key]
-            box[0] = earlier_box[0] + box[0]
+            (earlier_rows, *_), earlier = self.parts[key]
+            box = [earlier_rows + box[0], *box[1:]]
             part = merge((earlier, part))
         self.parts[key] = box, part
 
@@ -247,9 +290,10 @@ class FingerprintRecorder:
         if ranks is None:
             return None
         rows = dict(row for numbers, values, _ in ranks for row in zip(numbers, values, strict=True))
-        tensors = {}
-        for key in self.shapes:
-            parts = {rank: recorded[key] for rank, (_, _, recorded) in enumerate(ranks) if key in recorded}
-            if parts:
-                tensors[key] = assemble(parts)
+        tensors = {key: assemble(parts) for key, parts in self.by_tensor([parts for *_, parts in ranks]).items()}
         return StepFingerprints(tensors, np.stack([rows[number] for number in sorted(rows)]))
+
+    def by_tensor(self, recorded: Sequence[Mapping[str, RankPart]]) -> dict[str, dict[int, RankPart]]:
+        """The parts of each tensor by rank, in the order of execution, from the ``parts`` of each rank."""
+        by_rank = {key: {r: parts[key] for r, parts in enumerate(recorded) if key in parts} for key in self.shapes}
+        return {key: parts for key, parts in by_rank.items() if parts}

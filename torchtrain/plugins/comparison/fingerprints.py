@@ -43,6 +43,10 @@ class Fingerprint(NamedTuple):
         return torch.finfo(getattr(torch, self.dtype)).eps
 
 
+RankPart = tuple[Box, Fingerprint]
+"""The indices of a tensor that a rank has, and their fingerprint."""
+
+
 @dataclass
 class StepFingerprints:
     """Fingerprints of one training step, and its global batch."""
@@ -85,20 +89,22 @@ def merge(parts: Sequence[Fingerprint], note: str = "") -> Fingerprint:
     return parts[0]._replace(numbers=summed, note=note)
 
 
-def assemble(parts: Mapping[int, tuple[Box, Fingerprint]]) -> Fingerprint:
+def assemble(parts: Mapping[int, RankPart], tolerance: float = MIN_TOLERANCE, floor: float = 0.0) -> Fingerprint:
     """Assemble the fingerprint of a global tensor from the parts of all ranks.
 
     Replicas, which have the same box, count once. A note reports replicas that differ and parts that are missing.
 
     Args:
-        parts: by rank, the indices that it has, and their fingerprint.
+        parts: by rank.
+        tolerance: the largest distance of replicas that rounding explains.
+        floor: see ``distance``.
     """
     first: dict[str, int] = {}  # the first rank with each box
     note = ""
     for rank, (box, part) in parts.items():
         replica = first.setdefault(str(box), rank)
-        difference = distance(parts[replica][1], part)
-        if difference > MIN_TOLERANCE:
+        difference = distance(parts[replica][1], part, floor=floor)
+        if difference > tolerance:
             note = f"ranks {replica} and {rank} have replicas that differ by {difference:.1e}"
     boxes, fingerprints = zip(*(parts[rank] for rank in first.values()), strict=True)
     shape = fingerprints[0].shape
@@ -115,12 +121,14 @@ def assemble(parts: Mapping[int, tuple[Box, Fingerprint]]) -> Fingerprint:
     return merge(fingerprints, note)
 
 
-def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
+def distance(a: Fingerprint, b: Fingerprint, update: bool = False, floor: float = 0.0) -> float:
     """Relative distance of two tensors: the maximum over their statistics and the root mean square of their samples.
 
     Args:
         update: whether the tensors are updates of parameters. Adam may reverse an update whose gradient is close to
             zero, so the median of the samples is used, and of the statistics only the sum of absolute values.
+        floor: the size of an element below which differences are relative to it: a gradient that is 0 in mathematics
+            has only rounding errors.
 
     Returns:
         0 for identical tensors, where NaN equals NaN; infinity for different shapes or if only one has NaN.
@@ -134,9 +142,10 @@ def distance(a: Fingerprint, b: Fingerprint, update: bool = False) -> float:
     with np.errstate(all="ignore"):
         difference = np.where(same, 0.0, np.abs(x - y))
         size = np.where(same & ~np.isfinite(x), 0.0, np.maximum(np.abs(x), np.abs(y)))
-        statistics = difference[:3] / np.maximum(size[[1, 1, 2]], 1e-150)
+        of_sums = max(floor * math.prod(a.shape), 1e-150)
+        statistics = difference[:3] / np.maximum(size[[1, 1, 2]], [of_sums, of_sums, max(floor, 1e-150)])
         # All samples may be 0, as in the gradient of embeddings.
-        sample_size = np.maximum(np.sqrt(np.mean(size[3:] ** 2)), 1e-150)
+        sample_size = max(float(np.sqrt(np.mean(size[3:] ** 2))), floor, 1e-150)
         if update:
             ratios = [np.median(difference[3:]) / sample_size, statistics[1]]
         else:
