@@ -25,6 +25,7 @@ LAYERS = {
         "perplexity",
         "estimate",
         "compare",
+        "verify_layouts",
         "explain",
         "convert_config",
         "check",

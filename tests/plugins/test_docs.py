@@ -50,6 +50,8 @@ AVERAGED = "needs a longer run; tests/test_learning.py has a similar one"
 FROM_HF = "needs published weights; test_hf_to_hf.py runs it on small ones"
 ON_KUBERNETES = "tests/plugins/test_kubernetes.py runs it, or does what it does, with a local bucket"
 OWN_MODEL = "tests/test_own_model.py runs it"
+VERIFIED = "takes minutes; tests/plugins/verify_layouts verifies some of the layouts"
+OF_PARALLEL_BLOCK = "--job.import parallel_block --model.name parallel_block"
 REPLICA = (
     "./run_llama_train.sh --job.dump_folder outputs/replicas --training.sums exact --training.global_batch_size 16 "
     "--replicas.lighthouse http://127.0.0.1:29510 --replicas.host 127.0.0.1 --replicas.id"
@@ -60,7 +62,6 @@ LISTED = {
     "python -m torchtrain": "test_terminal.py",
     "python -m torchtrain.cache": "test_token_cache.py",
     "python -m torchtrain.cache --clear": "test_token_cache.py",
-    "export PYTHONPATH=.": OWN_MODEL,
     "pip install -e scripts/families": "tests/plugins/test_example_families.py lays out the files of an installation",
     "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "test_example_families.py: shorter",
     "python -m torchtrain.convert outputs/olmo2 olmo2_hf": "slow tests of test_example_families.py export such runs",
@@ -69,13 +70,11 @@ LISTED = {
     f"{REPLICA} 0": ON_A_LAPTOP,
     f"{REPLICA} 1": ON_A_LAPTOP,
     "kubectl apply -f scripts/kubernetes/replicas/replicas.yaml": "tests/plugins/test_kubernetes.py checks the file",
-    'OPTIONS="--job.import parallel_block --model.name parallel_block --training.steps 10 '
-    '--training.mixed_precision_param float32"': OWN_MODEL,
-    "./run_llama_train.sh $OPTIONS --job.dump_folder outputs/one": OWN_MODEL,
-    "NGPU=2 ./run_llama_train.sh $OPTIONS --job.dump_folder outputs/two --parallelism.tensor_parallel_degree 2": (
-        OWN_MODEL
-    ),
-    "python -m torchtrain.compare outputs/one outputs/two --import parallel_block": OWN_MODEL,
+    "python -m torchtrain.verify_layouts --job.config_file train_configs/debug_model.toml": VERIFIED,
+    "python -m torchtrain.verify_layouts --job.config_file FILE": VERIFIED,
+    "python -m torchtrain.verify_layouts --job.import sandwich --model.name sandwich": VERIFIED,
+    f"PYTHONPATH=. python -m torchtrain.verify_layouts {OF_PARALLEL_BLOCK}": VERIFIED,
+    "PYTHONPATH=. python -m torchtrain.verify_layouts --job.import verify_mine --model.name mine": VERIFIED,
     "./run_llama_train.sh --job.config_file train_configs/debug_stages.toml --job.dump_folder outputs/debug_stages": (
         "takes minutes; tests/plugins/stages/test_stages.py"
     ),
