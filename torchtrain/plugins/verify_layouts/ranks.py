@@ -157,7 +157,9 @@ def _places(ranks: Sequence[int], processes: Sequence[Any], folder: Path) -> str
 
 
 def _is_of_library(path: str) -> bool:
-    return any(f"/{name}/" in path for name in ("torch", "multiprocessing", "contextlib")) or path.startswith("<")
+    """Whether a file is of PyTorch, of Python's multiprocessing, or of what observes the model here."""
+    names = ("torch", "multiprocessing", "torchtrain/plugins/verify_layouts", "torchtrain/plugins/comparison")
+    return any(f"/{name}/" in path for name in names) or path.startswith("<")
 
 
 def _serve(
