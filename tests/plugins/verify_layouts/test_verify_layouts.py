@@ -62,8 +62,8 @@ def verify(*arguments: str, code: int = 0) -> list[dict[str, Any]]:
 
 
 def assert_close(entries: list[dict[str, Any]]) -> None:
-    """Rounding is decades below the tolerances of 1e-10, and for updates 1e-7."""
-    assert max(entry["largest"] for entry in entries if entry["verdict"] == "same") < 1e-9
+    """Rounding is far below the tolerance of 1e-10."""
+    assert max(entry["largest"] for entry in entries if entry["verdict"] == "same") < 1e-11
 
 
 @pytest.mark.parametrize(
@@ -153,10 +153,9 @@ def test_plain_model_without_fsdp_on_one_shard_is_verified(tmp_path: Path, monke
     if tensor_mesh.size() > 1:
         inputs = dict(input_layouts=Replicate(), desired_input_layouts=Shard(1))
         for block in model.blocks:
-            plan = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
-            parallelize_module(block, tensor_mesh, plan)
             for norm in (block.norm1, block.norm2):
                 parallelize_module(norm, tensor_mesh, PrepareModuleInput(**inputs))
+                parallelize_module(norm, tensor_mesh, SequenceParallel())
                 outputs = dict(output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=True)
                 parallelize_module(norm, tensor_mesh, PrepareModuleOutput(**outputs))
     if fsdp_mesh.size() == 1:

@@ -53,7 +53,7 @@ class Comparison:
     steps: int
     tensors: int
     largest: float
-    """The largest distance of a tensor that does not differ."""
+    """The largest distance of a tensor that does not differ, loss and updates aside."""
 
 
 def kind_of(key: str, parameters: Mapping[str, Any]) -> str:
@@ -120,7 +120,7 @@ def _compare_step(
         if kind not in RESULTS and "parts are missing" in assembled.note:
             continue  # the model divides it otherwise
         if not assembled.note and apart <= tolerance:
-            yield None, 0.0 if kind == LOSS else apart  # that of the loss is only its rounding
+            yield None, 0.0 if kind in TOLERANCES else apart  # those have another tolerance
         else:
             yield _difference(step, key, kind, theirs[key][1], parts, assembled, apart, tolerance, floor), apart
 
