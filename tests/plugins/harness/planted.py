@@ -26,7 +26,8 @@ def plant(file: str, old: str, new: str) -> None:
             if getattr(found, "__module__", "") == module.__name__:
                 if isinstance(found, type):
                     replace_code(vars(found), vars(faulty_ones[name]))
-                elif isinstance(found, FunctionType):
-                    unwrap(found).__code__ = unwrap(faulty_ones[name]).__code__  # of a decorated function its own
+                elif isinstance(found, FunctionType | classmethod):
+                    own, faulty_one = (unwrap(function) for function in (found, faulty_ones[name]))
+                    own.__code__ = faulty_one.__code__  # of a decorated function its own
 
     replace_code(vars(module), faulty)
