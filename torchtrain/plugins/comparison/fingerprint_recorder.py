@@ -84,8 +84,8 @@ def tensor_shapes(config: DecoderConfig) -> dict[str, list[int]]:
         model(tokens, positions=tokens, head=lambda hidden, _: hidden)
         both.append(dict(found))
     forward: dict[str, list[int]] = {}
-    for key, shape in both[0].items():
-        sizes = zip(shape[1:], both[1][key][1:], strict=True)
+    for key, whole in both[0].items():
+        sizes = zip(whole[1:], both[1][key][1:], strict=True)
         forward[key] = [ROWS, *(size if size == other else SEQUENCE for size, other in sizes)]
     parameters = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     backward = {f"{name} gradient": shape for name, shape in parameters.items() if name.startswith("output.")}

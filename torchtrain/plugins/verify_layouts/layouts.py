@@ -22,7 +22,7 @@ class Layout:
     """A parallel layout. Its text, such as ``tensor=2,sequence_parallel=false``, is a value of ``--layouts``."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
-    schedule: str = DEFAULT.pipeline_parallel_schedule
+    schedule: Any = DEFAULT.pipeline_parallel_schedule
     sequence_parallel: bool = True
 
     def __str__(self) -> str:

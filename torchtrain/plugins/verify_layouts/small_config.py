@@ -25,6 +25,7 @@ LAYERS = 4  # of which interleaved schedules make four stages
 HEAD_DIM = 8
 KV_HEADS = 4  # as many as the largest tensor degree
 SEQ_LEN = 64
+FLOAT64: Any = "float64"  # no choice of these options: the trainer has no use for it
 LOSS_CHUNK = 64  # tokens; several chunks, as in a model of usual size
 
 
@@ -97,14 +98,14 @@ def verified_config(config: JobConfig, *, as_is: bool, steps: int) -> tuple[JobC
             steps=steps,
             tokens="",
             global_batch_size_schedule="",
-            mixed_precision_param="float64",
-            mixed_precision_reduce="float64",
+            mixed_precision_param=FLOAT64,
+            mixed_precision_reduce=FLOAT64,
             sums="fast",
             loss_chunk_tokens=LOSS_CHUNK if has_chunks else training.loss_chunk_tokens,
             attention_backend="auto",
             enable_cpu_offload=False,
         ),
-        optimizer=replace(config.optimizer, state_dtype="float64"),
+        optimizer=replace(config.optimizer, state_dtype=FLOAT64),
         parallelism=replace(config.parallelism, enable_async_tensor_parallel=False),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0, decay_type="constant"),
         activation_checkpoint=checkpointing,

@@ -254,7 +254,7 @@ def meaning_of_factor(factor: float, layout: Layout, kind: str) -> str:
         factor, of = factor**2, "of its square "
     else:
         of = ""
-    products: dict[float, list[str]] = {}
+    products: dict[int, list[str]] = {}
     degrees = layout.degrees
     for count in range(1, len(degrees) + 1):
         for axes in combinations(degrees, count):
