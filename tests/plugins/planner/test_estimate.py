@@ -481,7 +481,7 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
 @pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.slow), "Interleaved1F1B"])
 def test_bubble_of_a_pipeline_is_that_of_theory(schedule: str) -> None:
     """(ranks - 1) / (chunks x microbatches) of the computation: https://arxiv.org/abs/2104.04473, section 2.2."""
-    ranks, microbatches, chunks = 4, 8, STAGES_PER_RANK[schedule]
+    ranks, microbatches, chunks = 4, 4, STAGES_PER_RANK[schedule]
     parallelism = {
         "pipeline_parallel_degree": ranks,
         "pipeline_parallel_schedule": schedule,

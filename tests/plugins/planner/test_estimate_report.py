@@ -154,7 +154,7 @@ def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
 def test_advice_names_the_number_of_gpus_that_are_enough(degrees: tuple[str, ...]) -> None:
     """Of a model whose states are most of its memory."""
     wide = [*OPTIONS, "--model.shape.dim=1024", "--model.shape.n_layers=2", "--training.seq_len=64"]
-    wide += ["--training.local_batch_size=1", *degrees]
+    wide += ["--training.local_batch_size=1", "--training.global_batch_size=4", *degrees]
 
     def on(gpus: int, *options: str) -> tuple[Estimate, str]:
         sharded = [option if option != "1" or gpus == 1 else str(gpus) for option in wide]
