@@ -258,7 +258,7 @@ def test_a_start_without_the_lighthouse_waits_for_replicas_that_live(tmp_path: P
         ((0, 1, 0, 9), []),
         ((0, 1, 0, 12), ["restart 12"]),
         ((0, 1, 1, 5), ["undo 5"]),
-        ((0, 2, 0, 5), ["5 start a", "restart 5"]),
+        ((0, 2, 0, 5), ["5 start a", "hooks undo 5", "restart 5"]),
     ],
 )
 def test_steps_that_others_begin_again_are_no_rollback(group: tuple[int, ...], events: list[str]) -> None:
@@ -278,6 +278,7 @@ def test_steps_that_others_begin_again_are_no_rollback(group: tuple[int, ...], e
         group=SimpleNamespace(step=group[3], progress=group, run="a"),
         step_check=SimpleNamespace(reset=lambda: None),
         metrics=metrics,
+        hooks=SimpleNamespace(undo=lambda step: found.append(f"hooks undo {step}")),
     )
     ReplicaTrainer.follow_progress(trainer)
     ReplicaTrainer.follow_progress(trainer)
