@@ -204,6 +204,7 @@ def test_second_run_of_many_processes_changes_nothing(source: SourceConfig, tmp_
 def test_command_resumes_after_a_full_disk(disk: DiskFaults, source: SourceConfig, tmp_path: Path) -> None:
     output = tmp_path / "out"
     options = ("torchtrain.prepare", "--data.path", str(source.path), "--prepare.output", str(output))
+    options += ("--prepare.processes", "1")  # else it may fail before another process has written shard 2
     disk.fail("write", f"{output}/shard-00003*", errno.ENOSPC)
     for _ in range(2):
         result = run_command(*options, hook=use_small_shards)

@@ -49,6 +49,13 @@ FAMILIES = ("smollm3", "granite", "olmo2", "olmo3", "gemma3_text")
 OF_FAMILIES = ("--job.import", "torchtrain_families")
 
 
+@pytest.fixture(autouse=True)
+def families_are_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have imported them, and its registrations are gone."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchtrain_families"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
 def verify(*arguments: str, code: int = 0) -> list[dict[str, Any]]:
     """Run the command, and assert that it finds no difference; returns the entries of its layouts."""
     with redirect_stdout(io.StringIO()) as output:
