@@ -22,6 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.storage import open_storage
+from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
 from torchtrain.datasets import tokenize_text
 from torchtrain.datasets.data_source import SkippedText, SourceContext
@@ -440,3 +441,9 @@ def test_formats_of_a_folder_are_those_of_the_data(memory: MemoryFileSystem) -> 
         names("memory://mixed")
     both = names("memory://mixed/**/*.csv*", "memory://mixed/**/*.jsonl*")
     assert both == ["/mixed/b/d.csv", "/mixed/a.jsonl", "/mixed/b/c.jsonl.gz"]
+
+
+def test_option_by_which_a_checkpoint_names_remote_data() -> None:
+    """It is stored, so it must not change."""
+    for source, option in ((SourceConfig(path="s3://bucket/a.txt"), "path"), (SourceConfig(name="org/data"), "name")):
+        assert DATA_SOURCES[source.source_type].data_option(source) == option
