@@ -1,10 +1,12 @@
 """[grains]: runs are bitwise identical on any tensor, context and pipeline degree."""
 
+import json
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +14,9 @@ from unittest.mock import patch
 import forked_run
 import pytest
 import torch
-from forked_run import different_tensors, finish, logged_losses, saved_tensors
+from data_samples import DOCUMENTS, write_jsonl
+from forked_command import checked_command
+from forked_run import different_tensors, finish, logged_losses, read_metrics, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, Curve, config_of, train
 from torch import Tensor
@@ -20,6 +24,7 @@ from torch import Tensor
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
 from torchtrain.plugins.exact_sums import grain_layers
+from torchtrain.plugins.exact_sums.grain_loss import GrainLoss
 from torchtrain.plugins.exact_sums.tree import all_tree_sum, scatter_tree_sum, tree_sum
 from torchtrain.trainer import TrainStep
 
@@ -101,16 +106,24 @@ CASES: dict[str, tuple[dict[str, Any], TransformerConfig]] = {
     "muon": ({"optimizer": {"name": "muon"}}, SHAPE),
     "ema": ({"ema": {"enable": True}}, SHAPE),
     "tied": (BFLOAT16, replace(SHAPE, tied_embeddings=True)),
+    "selective, muon, ema": (
+        {"activation_checkpoint": {"mode": "selective"}, "optimizer": {"name": "muon"}, "ema": {"enable": True}},
+        SHAPE,
+    ),
+    "four layers": (BFLOAT16, replace(SHAPE, n_layers=4)),
 }
 LAYOUTS = [
     *("S2", "R2 S2", "T2", "T2 -", "T4", "C2", "C2 T2", "S2 T2", "P2", "P2 T2", "P2 C2", "S2 C2 T2", "S2 P2 T2"),
-    *("C2 P2 T2 -",),
+    *("C2 P2 T2 -", "R2 T2", "R2 C2", "R2 P2", "P2 Interleaved1F1B", "P2 T2 Interleaved1F1B"),
 ]
 
 
 @pytest.mark.parametrize(
     ("case", "text"),
-    [("float32", "T2"), ("float32", "C2 T2 -"), ("bfloat16", "C2 T2"), ("qk_norm", "P2 T2"), ("tied", "C2")],
+    [
+        *(("float32", "T2"), ("float32", "C2 T2 -"), ("bfloat16", "C2 T2"), ("qk_norm", "P2 T2"), ("tied", "C2")),
+        *(("selective, muon, ema", "C2 T2"), ("bfloat16", "R2 S2"), ("four layers", "P2 Interleaved1F1B")),
+    ],
 )
 def test_runs_are_bitwise_identical_on_any_layout(gloo: GlooPool, case: str, text: str) -> None:
     changes, shape = CASES[case]
@@ -132,6 +145,7 @@ def test_matrix(gloo: GlooPool, case: str) -> None:
             degree.get("tensor_parallel_degree", 1) > grains.get("tensor", 4)
             or (degree.get("context_parallel_degree", 1) > 1 and grains.get("context", 4) < 4)
             or ("P" in text and shape.tied_embeddings)
+            or ("Interleaved1F1B" in text and shape.n_layers < 4)  # two stages on each rank
         ):
             continue  # rejected
         if found := differences(run(gloo, text, changes, shape, steps, rows=1), reference):
@@ -212,8 +226,9 @@ def train_by_source(*args: Any) -> Curve:
     return replace(curve, z_losses=[value for _, value in sorted(hook.metrics().items())])
 
 
-def test_losses_by_source_are_bitwise_identical(gloo: GlooPool) -> None:
-    one, four = (run(gloo, text, {}, SHAPE, 2, rows=1, function=train_by_source) for text in ("", "C2 T2"))
+@pytest.mark.parametrize("text", ["C2 T2", pytest.param("P2 T2", marks=pytest.mark.slow)])
+def test_losses_by_source_are_bitwise_identical(gloo: GlooPool, text: str) -> None:
+    one, four = (run(gloo, layout, {}, SHAPE, 2, rows=1, function=train_by_source) for layout in ("", text))
     assert len(one.z_losses) == 7
     assert differences(four, one) == []
     # The hook does not change the loss, which is rounded by row with or without it.
@@ -238,6 +253,80 @@ def test_run_that_changes_its_layout_is_bitwise_identical(tmp_path: Path) -> Non
     finish(changed, *options, "6", degree("pipeline"), "2", "--training.local_batch_size", "2", ranks=2, shape=shape)
     assert logged_losses(changed) == logged_losses(tmp_path / "one")
     assert different_tensors(*(saved_tensors(tmp_path / name, 6) for name in ("one", "changed"))) == []
+
+
+STAGES = """
+[[stages]]
+name = "short"
+steps = 3
+[[stages]]
+name = "long"
+steps = 3
+[stages.training]
+seq_len = 64
+global_batch_size = 8
+"""
+OPTIONS_OF_PARTS = (
+    *("--model.shape.dim=32", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
+    *("--model.shape.ffn_dim=128", "--grains.tensor=2", "--grains.context=4", "--training.sums=exact"),
+)
+ON_FOUR = ("--parallelism.tensor_parallel_degree=2", "--parallelism.context_parallel_degree=2")
+
+
+def nan_in_call_40() -> Any:
+    """A hook that makes one loss of a step of the stage "long" NaN."""
+    original, calls = GrainLoss.__call__, count(1)
+
+    def changed(*args: Any, **labels: Any) -> Tensor:
+        loss = original(*args, **labels)
+        return loss * float("nan") if next(calls) == 40 else loss
+
+    return patch.object(GrainLoss, "__call__", changed)
+
+
+def options_of_run(folder: Path, config: str) -> tuple[str, ...]:
+    """The options of a run in ``folder`` that ``config`` describes, with grains and little text."""
+    folder.mkdir()
+    (folder / "own.toml").write_text(config)
+    data = write_jsonl(folder / "data.jsonl", DOCUMENTS)
+    return ("--job.config_file", str(folder / "own.toml"), "--data.path", data, *OPTIONS_OF_PARTS)
+
+
+def test_stages_and_rollbacks_are_bitwise_identical(tmp_path: Path) -> None:
+    config = forked_run.CONFIG.replace("steps = 8\n", "") + STAGES
+    for name, ranks, degrees in (("one", 1, ()), ("four", 4, ON_FOUR)):
+        options = (*options_of_run(tmp_path / name, config), "--faults.on_nonfinite=rollback", *degrees)
+        finish(tmp_path / name, *options, ranks=ranks, hook=nan_in_call_40)
+        events = [line["step"] for line in read_metrics(tmp_path / name) if line.get("event") == "rolled_back"]
+        assert events == [4]
+    assert logged_losses(tmp_path / "four") == logged_losses(tmp_path / "one")
+    assert different_tensors(*(saved_tensors(tmp_path / name, 6) for name in ("one", "four"))) == []
+
+
+@pytest.mark.slow
+def test_batch_ramps_are_bitwise_identical(tmp_path: Path) -> None:
+    config = forked_run.CONFIG.replace("global_batch_size = 4", 'global_batch_size = "2, 4 at 128"')
+    for name, ranks, degrees in (("one", 1, ()), ("four", 4, ON_FOUR)):
+        options = (*options_of_run(tmp_path / name, config), "--training.steps=4", *degrees)
+        finish(tmp_path / name, *options, ranks=ranks)
+    assert [line["tokens"] for line in read_metrics(tmp_path / "one") if "tokens" in line] == [64, 128, 256, 384]
+    assert logged_losses(tmp_path / "four") == logged_losses(tmp_path / "one")
+    assert different_tensors(*(saved_tensors(tmp_path / name, 4) for name in ("one", "four"))) == []
+
+
+@pytest.mark.slow
+def test_replay_on_one_rank_has_the_bits_of_four(tmp_path: Path) -> None:
+    """``torchtrain.explain`` trains the steps again whose checkpoints are gone."""
+    folder = tmp_path / "four"
+    options = (*options_of_run(folder, forked_run.CONFIG), "--training.steps=4", "--checkpoint.interval=1", *ON_FOUR)
+    checked_command("torchtrain.train", *options, "--job.dump_folder", str(folder), ranks=4)
+    explain = ("torchtrain.explain", str(folder), "--step=4", "--json")
+    expected = json.loads(checked_command(*explain).stdout)
+    for step in (2, 3):
+        shutil.rmtree(folder / f"checkpoint/step-{step}")
+    found = json.loads(checked_command(*explain).stdout)
+    assert found["weights"] == {"checkpoint_step": 1, "replayed": 2, "exact": True}
+    assert found["documents"] == expected["documents"]
 
 
 # The sums
