@@ -13,9 +13,9 @@ from forked_run import ForkedRun, finish, logged_losses, slow_steps
 
 from torchtrain.checkpoint.format import read_manifest, verify
 from torchtrain.checkpoint.local_storage import LocalStorage
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
 from torchtrain.config.registry import CHECKPOINT_STORAGES
-from torchtrain.config.schema import CheckpointConfig
 from torchtrain.errors import ConfigError, SupersededError
 
 PAGE = (Path(__file__).parent.parent / "docs" / "adding-a-checkpoint-storage.md").read_text(encoding="utf-8")

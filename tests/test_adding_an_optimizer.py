@@ -16,10 +16,10 @@ import torch
 from forked_run import CONFIG, ForkedRun, different_tensors, finish, saved_tensors, slow_steps
 
 from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import LRSchedulerConfig, OptimizerConfig
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.groups import build_optimizer, own_options
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import LRSchedulerConfig, OptimizerConfig
 
 PAGE = (Path(__file__).parent.parent / "docs" / "adding-an-optimizer.md").read_text(encoding="utf-8")
 

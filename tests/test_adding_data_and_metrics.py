@@ -19,12 +19,13 @@ from forked_run import CONFIG, ForkedRun, different_tensors, finish, saved_tenso
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import DataConfig, MetricsConfig, SourceConfig
 from torchtrain.datasets.file_formats import documents, is_splittable, position_of
 from torchtrain.datasets.find_files import find_files
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.metrics.options import MetricsConfig
 
 DOCS = Path(__file__).parent.parent / "docs"
 

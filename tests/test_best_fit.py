@@ -13,11 +13,11 @@ from captured_log import captured_log
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 from forked_run import different_tensors, finish, logged_losses, saved_tensors
 
-from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.best_fit import BLOCKS_OF_A_SET, pack, pack_sets
 from torchtrain.datasets.cache_folder import windows_root
 from torchtrain.datasets.data_source import text_hash
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.options import DataConfig
 from torchtrain.labels import IGNORE_INDEX
 
 ENCODED = [TOKENIZER.encode(text, bos=True, eos=True) for text in DOCUMENTS]

@@ -36,14 +36,16 @@ from torchtrain.checkpoint.format import (
 )
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, LocalNewCheckpoint, LocalStorage, saved_steps
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import History, find_resume_point
 from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.states import ModelState, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import MANIFEST, CheckpointStorage
-from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection, OptimizerConfig
+from torchtrain.config.schema import JobConfig, JobSection
 from torchtrain.errors import CheckpointError, SupersededError
 from torchtrain.logging import logger
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
 
 SOME_CONFIG = "[optimizer]\nlr = 0.1\n"
 

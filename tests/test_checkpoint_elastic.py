@@ -15,21 +15,17 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, flatten
-from torchtrain.config.schema import (
-    ActivationCheckpointConfig,
-    CheckpointConfig,
-    JobConfig,
-    OptimizerConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer
 from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
+from torchtrain.parallelisms.options import ActivationCheckpointConfig, ParallelismConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 
 GLOBAL_BATCH = 4

@@ -17,22 +17,17 @@ from forked_run import different_tensors, finish, logged_losses, patched_loss, r
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.local_storage import saved_steps
 from torchtrain.checkpoint.manager import SaveClock
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.retention import not_kept
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EMAConfig,
-    JobConfig,
-    JobSection,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, JobSection, TrainingConfig
+from torchtrain.datasets.options import DataConfig
 from torchtrain.errors import ConfigError
 from torchtrain.fault_tolerance import step_check
 from torchtrain.logging import logger
 from torchtrain.metrics import run_description
 from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import EMAConfig, OptimizerConfig
 
 BY_TIME = ("--checkpoint.interval", "1000", "--checkpoint.keep_latest_k", "0", "--training.steps", "12")
 

@@ -14,7 +14,8 @@ import tomli
 from torchtrain.config.help import toml
 from torchtrain.config.parse import command_line_type, from_file, option_types, parse, to_toml
 from torchtrain.config.registry import METRICS_WRITERS, OPTIMIZERS, OPTION_HINTS
-from torchtrain.config.schema import LOCAL, TrainingConfig, rules_of, section_types
+from torchtrain.config.schema import TrainingConfig, section_types
+from torchtrain.config.section import LOCAL, rules_of
 from torchtrain.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "train_configs").glob("*.toml"))

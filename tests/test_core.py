@@ -30,7 +30,7 @@ from torchtrain.checkpoint.resume_compatibility import (
 from torchtrain.checkpoint.weights import checkpoint_folders
 from torchtrain.config.parse import from_text, parse, to_toml
 from torchtrain.config.registry import CONFIG_SECTIONS
-from torchtrain.config.schema import Count, Section
+from torchtrain.config.section import Count, Section
 from torchtrain.datasets.tokenizers import tokenizer_file
 from torchtrain.errors import CheckpointError, ConfigError
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from captured_log import captured_log
 
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.data_source import is_held_out, text_hash
 from torchtrain.datasets.dataloader import Batch, DataLoader, LoaderLayout
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.text_input import TextsInMemory
 from torchtrain.datasets.token_dataset import TokenStream
 from torchtrain.datasets.token_folder import LocalFolder

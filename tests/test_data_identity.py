@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import data_identity, local_files
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_identity import DataFile, FileTable, as_json, describe_changes, from_json
 from torchtrain.datasets.local_files import identify
+from torchtrain.datasets.options import SourceConfig
 
 
 def table(*files: str) -> FileTable:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, OptimizerConfig, ParallelismConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.distributed.gradient_reducer import NoReduceScatter
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
@@ -25,7 +25,9 @@ from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.model_config import flavor_config
 from torchtrain.optimizers.clipping import clip_grad_norm
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
 from torchtrain.parallelisms.microbatches import Microbatch
+from torchtrain.parallelisms.options import ActivationCheckpointConfig, ParallelismConfig
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.parallelisms.pipeline_llama import build_stages

@@ -11,10 +11,10 @@ import torch
 import zstandard
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl
 
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.data_source import SourceSize
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.standard_library import standard_library, standard_library_docs, standard_library_prose
 from torchtrain.errors import DataError
 

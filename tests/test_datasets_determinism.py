@@ -15,7 +15,7 @@ from data_samples import (
     write_tokens,
 )
 
-from torchtrain.config.schema import DataConfig, SourceConfig
+from torchtrain.datasets.options import DataConfig, SourceConfig
 
 SOURCES = ["jsonl", "txt", "standard library", "tokens", "packed", "mix", "mix read once"]
 STEPS = 50

@@ -20,9 +20,9 @@ from data_samples import DOCUMENTS, make_loader, take, write_jsonl
 from forked_run import ForkedRun
 from gloo_pool import GlooPool
 
-from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.data_source import Stream, Tokens
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.order import Mixture
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks, on_all_ranks, on_rank0
 from torchtrain.distributed.connections import gloo_backend

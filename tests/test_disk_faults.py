@@ -34,11 +34,11 @@ from torchtrain import files
 from torchtrain.checkpoint import manager as manager_module
 from torchtrain.checkpoint.local_storage import LocalStorage, saved_steps, step_folder
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import GROUP_TIMEOUT, ResumePoint, find_resume_point
 from torchtrain.checkpoint.storage import NewCheckpoint, WriterLease
 from torchtrain.checkpoint.weights import find_weights, load_weights
 from torchtrain.cli import run_command as run_in_this_process
-from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.connections import new_gloo_group
 from torchtrain.errors import CheckpointError, StorageError
 from torchtrain.files import with_retries
@@ -487,7 +487,7 @@ def test_data_read_error_is_not_reported_as_missing_or_damaged(disk: DiskFaults,
 
 
 def test_incomplete_last_line_does_not_corrupt_the_next(tmp_path: Path) -> None:
-    from torchtrain.config.schema import MetricsConfig
+    from torchtrain.metrics.options import MetricsConfig
     from torchtrain.metrics.writers import JsonLines, WriterContext
 
     file = tmp_path / "metrics.jsonl"

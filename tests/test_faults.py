@@ -36,10 +36,10 @@ from forkserver import context
 
 from torchtrain.checkpoint.format import read_manifest, verify
 from torchtrain.checkpoint.local_storage import LocalCheckpoint, saved_steps, step_folder
-from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import HangError, StoppedError
 from torchtrain.fault_tolerance import stop_request, watchdog
+from torchtrain.fault_tolerance.options import FaultsConfig
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import logger
 

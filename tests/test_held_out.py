@@ -12,12 +12,14 @@ from forked_run import finish, read_metrics
 
 from torchtrain import trainer
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig, TrainingConfig, ValidationConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.build import build_loaders
 from torchtrain.datasets.data_source import DataSource, Stream, StreamRequest, is_held_out, text_hash
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
+from torchtrain.metrics.options import ValidationConfig
 
 SHARE = 0.3
 

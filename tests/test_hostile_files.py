@@ -31,9 +31,9 @@ from torchtrain.checkpoint.format import (
 )
 from torchtrain.checkpoint.local_storage import LEASE_FILE, LocalStorage
 from torchtrain.checkpoint.storage import WriterLease
-from torchtrain.config.schema import DataConfig, ModelConfig, ModelOverrides
 from torchtrain.datasets.data_identity import from_json
 from torchtrain.datasets.file_formats import documents
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.token_folder import COLUMNS, LocalFolder
 from torchtrain.datasets.tokenizers import load_tokenizer
@@ -41,6 +41,7 @@ from torchtrain.errors import ConfigError, DamagedError, DataError, TokenizerErr
 from torchtrain.metrics.history import read_run, validation_losses
 from torchtrain.metrics.writers import changes_steps, has_validation
 from torchtrain.models.model_config import build_model_config
+from torchtrain.models.options import ModelConfig, ModelOverrides
 
 ROOT = Path(__file__).parent.parent
 DEEP = b"[" * 200_000

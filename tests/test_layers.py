@@ -4,12 +4,12 @@ import graphlib
 from pathlib import Path
 
 import pytest
-from draw_architecture import FILES, LAYERS, ROOT, imports_of, without_implied
+from draw_architecture import FILES, LAYERS, ROOT, folder_of, imports_of, without_implied
 
-LAYER_OF = {f"torchtrain.{name}": -number for number, names in enumerate(LAYERS.values()) for name in names}
+LAYER_OF = {name: -number for number, names in enumerate(LAYERS.values()) for name in names}
 GROUND = min(LAYER_OF.values())
 # Models import neither the config nor process groups; the model file imports only torch and its RoPE scaling.
-FORBIDDEN = {"torchtrain.models": {"torchtrain.config", "torchtrain.distributed"}}
+FORBIDDEN = {"models": {"torchtrain.config", "torchtrain.distributed"}}
 FORBIDDEN["torchtrain.models.llama.model"] = {"torchtrain", "torch.distributed"}
 FORBIDDEN["torchtrain.models.llama.rope_scaling"] = {"torchtrain", "torch.distributed"}
 ALLOWED = {
@@ -26,11 +26,6 @@ def is_within(module: str, package: str) -> bool:
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def folder_of(module: str) -> str:
-    """The top-level folder or module of the package that a module is in."""
-    return ".".join(module.split(".")[:2])
 
 
 def layer_of(module: str) -> int:
@@ -65,10 +60,10 @@ def test_implied_arrows_are_omitted() -> None:
 
 # Where the core knows a plugin by a word of it: the documentation of options that select it, and a command.
 KNOWN_PLUGINS = {
-    "muon": {"config/schema.py"},
-    "wandb": {"config/schema.py"},
-    "mlflow": {"config/schema.py"},
-    "trackio": {"config/schema.py"},
+    "muon": {"optimizers/options.py"},
+    "wandb": {"metrics/options.py"},
+    "mlflow": {"metrics/options.py"},
+    "trackio": {"metrics/options.py"},
     "torchtitan": {"convert_config.py"},
     **{word: set() for word in ("fingerprint", "float8", "straggler", "lm_eval", "lighthouse", "torchft")},
     **{word: set() for word in ("recheck", "s3fs", "kubernetes")},

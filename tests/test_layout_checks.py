@@ -8,21 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from torchtrain.config.schema import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    DataConfig,
-    EMAConfig,
-    JobConfig,
-    OptimizerConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig
+from torchtrain.datasets.options import DataConfig
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.model_config import flavor_config
+from torchtrain.optimizers.options import EMAConfig, OptimizerConfig
 from torchtrain.parallelisms.check import check_layout, check_memory
+from torchtrain.parallelisms.options import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from torchtrain.parallelisms.pipeline_schedule import split_evenly
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.trainer import Trainer

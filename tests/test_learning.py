@@ -13,7 +13,7 @@ from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, build, config_of, global_batch, train, use_existing_process_group
 from torch import Tensor
 
-from torchtrain.config.schema import EMAConfig, JobConfig, ParameterGroupConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, TransformerConfig
@@ -21,6 +21,7 @@ from torchtrain.models.spec import flops_per_token
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import EMAConfig, ParameterGroupConfig
 from torchtrain.trainer import Trainer, initialize
 
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=101)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torchtrain.config.schema import JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.cpu import build as cpu_build
 from torchtrain.distributed.mesh import Mesh, resolve_parallel_dims
 from torchtrain.labels import IGNORE_INDEX
@@ -23,6 +23,7 @@ from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.models.loss.output_loss import OutputLoss
 from torchtrain.models.loss.z_loss import cross_entropy_with_z
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 
 VOCAB, DIM = 96, 16

@@ -3,9 +3,9 @@
 import pytest
 
 from torchtrain.config.registry import LR_SCHEDULES
-from torchtrain.config.schema import LRSchedulerConfig
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import LRSchedulerConfig
 
 
 def rates(config: LRSchedulerConfig, steps: int, training_steps: int) -> list[float]:

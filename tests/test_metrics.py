@@ -16,10 +16,11 @@ from forked_run import read_metrics
 from gloo_pool import GlooPool
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torchtrain.config.schema import JobConfig, MetricsConfig, ProfilingConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.devices import peak_flops
 from torchtrain.metrics.history import Run, validation_losses
 from torchtrain.metrics.hooks import Hook, Hooks, RunResults
+from torchtrain.metrics.options import MetricsConfig, ProfilingConfig
 from torchtrain.metrics.profiler import Profiler
 from torchtrain.metrics.recorder import MetricsRecorder, duration, peak_memory, step_words
 from torchtrain.metrics.run_description import RunDescription

@@ -9,13 +9,14 @@ from gloo_pool import GlooPool
 from parity import NoStop
 from torch import nn
 
-from torchtrain.config.schema import FaultsConfig, OptimizerConfig
 from torchtrain.errors import FaultError
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
+from torchtrain.fault_tolerance.options import FaultsConfig
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.loss import TokenLoss
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
 
 
 def check_steps(faults: FaultsConfig, losses: list[float], norms: list[float]) -> tuple[list[bool], list[Any]]:

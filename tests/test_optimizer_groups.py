@@ -9,11 +9,16 @@ from parity import TINY
 from torch import nn
 
 from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import LRSchedulerConfig, OptimizerConfig, ParameterGroupConfig, ParameterPatternConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer, group_of
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import (
+    LRSchedulerConfig,
+    OptimizerConfig,
+    ParameterGroupConfig,
+    ParameterPatternConfig,
+)
 
 MODEL = replace(TINY, n_layers=1, qkv_bias=True, qk_norm=True)
 

@@ -13,10 +13,10 @@ from forked_run import different_tensors, finish, saved_tensors
 
 from torchtrain.checkpoint.weights import check_same_architecture
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import ModelConfig
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.llama.model import Transformer, TransformerConfig
 from torchtrain.models.model_config import build_model_config
+from torchtrain.models.options import ModelConfig
 from torchtrain.models.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent

@@ -26,10 +26,10 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, write_jsonl, write_t
 from forked_command import checked_command, run_command, start_command
 
 from torchtrain import prepare as command
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import standard_library, text_input, tokenize_text
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_source import SourceContext, text_hash
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.text_input import split_files
 from torchtrain.datasets.token_folder import COLUMNS, LocalFolder, TokenManifest
 from torchtrain.datasets.tokenize_text import tokenize

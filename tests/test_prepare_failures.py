@@ -16,10 +16,10 @@ from disk_faults import DiskFaults
 from forked_command import run_command
 
 from torchtrain import prepare as command
-from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import local_files, text_input, tokenize_text
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.token_folder import MANIFEST, LocalFolder, TokenManifest
 from torchtrain.datasets.tokenize_text import tokenize
 from torchtrain.errors import DataError, StorageError

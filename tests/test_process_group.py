@@ -27,22 +27,18 @@ from gloo_pool import GlooPool
 from parity import use_existing_process_group
 
 from torchtrain import cli
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import GROUP_TIMEOUT
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    CommConfig,
-    DataConfig,
-    JobConfig,
-    JobSection,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, JobSection, TrainingConfig
+from torchtrain.datasets.options import DataConfig
 from torchtrain.distributed.connections import ENOUGH_FILES, OTHER_FILES, new_gloo_group, raise_file_limit
+from torchtrain.distributed.options import CommConfig
 from torchtrain.distributed.process_group import Rendezvous, init_process_group, set_timeout
 from torchtrain.environment import limit_error
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
 from torchtrain.fault_tolerance.watchdog import REPORT_SECONDS, Watchdog
 from torchtrain.files import unreadable
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.torch_internals import all_groups
 from torchtrain.trainer import Trainer
 

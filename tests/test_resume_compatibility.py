@@ -11,11 +11,13 @@ import pytest
 import tomli
 import tomli_w
 
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import rate_change
 from torchtrain.checkpoint.resume_compatibility import KINDS, Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import command_line_type, to_toml
 from torchtrain.config.registry import CONFIG_SECTIONS, OPTIMIZERS
-from torchtrain.config.schema import CheckpointConfig, JobConfig, key_of, section_types, to_dict
+from torchtrain.config.schema import JobConfig, section_types, to_dict
+from torchtrain.config.section import key_of
 from torchtrain.errors import CheckpointError, ConfigError
 
 FROZEN: dict[Kind, dict[str, str]] = {  # every option of the core, by kind and section

@@ -15,20 +15,14 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import find_resume_point
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EMAConfig,
-    JobConfig,
-    JobSection,
-    LRSchedulerConfig,
-    OptimizerConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, JobSection, TrainingConfig
+from torchtrain.datasets.options import DataConfig
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import EMAConfig, LRSchedulerConfig, OptimizerConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.trainer import Trainer, TrainStep
 
 SAVED, LAST = 2, 4

@@ -10,8 +10,8 @@ import torch
 from data_samples import DOCUMENTS, make_loader, take, write_jsonl
 from forked_run import finish, logged_losses, read_metrics
 
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.order import Mixture
 from torchtrain.errors import DataError
 

@@ -21,12 +21,7 @@ from torch.nn.attention import current_flash_attention_impl, register_flash_atte
 from torch.nn.attention._fa3 import register_flash_attention_fa3
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from torchtrain.config.schema import (
-    ActivationCheckpointConfig,
-    JobConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.cpu.attention_backward import BatchedBackwardAttention
 from torchtrain.cpu.build import apply_batched_attention_backward
 from torchtrain.distributed.mesh import ParallelDims
@@ -35,6 +30,7 @@ from torchtrain.metrics.run_description import _precision
 from torchtrain.models.llama import Transformer
 from torchtrain.models.llama.model import attend
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
 from torchtrain.parallelisms import activation_checkpoint
 from torchtrain.parallelisms.activation_checkpoint import SelectiveACPolicy
 from torchtrain.parallelisms.attention_backend import (
@@ -44,6 +40,7 @@ from torchtrain.parallelisms.attention_backend import (
 )
 from torchtrain.parallelisms.check import check_layout
 from torchtrain.parallelisms.compile import apply_compile, set_async_tensor_parallel
+from torchtrain.parallelisms.options import ActivationCheckpointConfig
 from torchtrain.trainer import Trainer
 
 CPU = torch.device("cpu")

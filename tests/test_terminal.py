@@ -17,19 +17,15 @@ from forked_run import CONFIG, ForkedRun, finish, read_metrics, slow_steps
 from terminal import Terminal
 
 from torchtrain import __version__
-from torchtrain.config.schema import (
-    DataConfig,
-    JobConfig,
-    LRSchedulerConfig,
-    SourceConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.data_source import SourceSize
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.logging import aligned, counted, wrapped
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.results import summarize
 from torchtrain.metrics.run_description import _schedule, _source_rows, describe_sources
 from torchtrain.metrics.validation_log import format_validation
+from torchtrain.optimizers.options import LRSchedulerConfig
 
 LABELS = ["versions", "devices", "model", "data", "validation", "batch", "optimizer", "schedule", "precision"]
 LABELS += ["compile", "checkpoints", "start"]

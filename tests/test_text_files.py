@@ -23,12 +23,12 @@ from captured_log import captured_log
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take
 
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import builtin_formats, file_formats, text_input
 from torchtrain.datasets.builtin_sources import Files
 from torchtrain.datasets.data_source import SkippedText, SourceContext, TextInput
 from torchtrain.datasets.file_formats import NotUTF8Error, require_utf8_file
 from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.text_input import TextFiles
 from torchtrain.errors import DataError, StorageError
 

@@ -26,10 +26,10 @@ from gloo_pool import GlooPool
 from json_tokenizers import save_tokenizer
 
 from torchtrain import cache as command
-from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets import cache_folder, local_files, text_input, token_cache, tokenize_text
 from torchtrain.datasets.build import open_source
 from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.text_input import TextsInMemory
 from torchtrain.datasets.token_cache import tokenize_in_memory
 from torchtrain.datasets.token_dataset import TokenDataset

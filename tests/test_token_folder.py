@@ -13,8 +13,8 @@ from benchmark_data import cached_bytes, drop_from_cache, write_random_tokens
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 
 from torchtrain import prepare as command
-from torchtrain.config.schema import DataConfig
 from torchtrain.datasets import text_input
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.token_folder import LocalFolder, Shard, TokenManifest
 from torchtrain.errors import DataError, StorageError

@@ -6,7 +6,8 @@ import pytest
 from forked_run import TINY, finish, logged_losses, read_metrics
 
 from torchtrain.config.parse import from_file, parse
-from torchtrain.config.schema import SAME_NUMBER, JobConfig, flat, to_dict
+from torchtrain.config.schema import JobConfig, to_dict
+from torchtrain.config.section import SAME_NUMBER, flat
 from torchtrain.config.tokens import format_tokens, parse_tokens
 from torchtrain.errors import ConfigError
 from torchtrain.models.spec import count_parameters

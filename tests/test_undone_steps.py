@@ -9,8 +9,8 @@ from forked_run import finish, patched_loss, read_metrics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import MetricsConfig
 from torchtrain.metrics.history import read_run
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.writers import MetricsWriter, WriterContext, Writers, changes_steps
 
 ROLLBACK = ("--faults.on_nonfinite", "rollback", "--checkpoint.interval", "2", "--training.steps", "6")

@@ -27,8 +27,8 @@ from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.parse import config_file, parse
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.errors import DataError
 from torchtrain.optional_packages import install_command
 

@@ -25,24 +25,20 @@ from parity import TINY, use_existing_process_group
 from tokenizers import normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.states import flatten
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    EMAConfig,
-    JobConfig,
-    ParallelismConfig,
-    SourceConfig,
-    TrainingConfig,
-    ValidationConfig,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.metrics.hooks import Hook, Hooks, Watched
+from torchtrain.metrics.options import ValidationConfig
 from torchtrain.metrics.run_description import warn_about_validation
 from torchtrain.metrics.validation import Validator, results_of
+from torchtrain.optimizers.options import EMAConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.trainer import Trainer
 
 SEQ_LEN = 32

@@ -14,10 +14,11 @@ from forked_run import finish, patched_loss
 from test_resume_compatibility import toml
 
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
-from torchtrain.config.schema import SourceConfig, ValidationConfig
 from torchtrain.datasets.local_files import identify
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.devices import peak_flops
 from torchtrain.errors import CheckpointError, ConfigError
+from torchtrain.metrics.options import ValidationConfig
 
 
 def test_run_resumes_after_its_initial_weights_were_deleted(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 from torchtrain.cli import command, interrupted_by_signals, run_and_exit
 from torchtrain.config.parse import parse
 from torchtrain.config.prepare_options import PrepareConfig
-from torchtrain.config.schema import DataConfig, JobConfig, section_of
+from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.datasets.options import DataConfig
 from torchtrain.environment import cores_of_process, process_share
 from torchtrain.errors import ConfigError
 from torchtrain.files import local_path, require_folder, with_retries

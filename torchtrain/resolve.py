@@ -11,7 +11,7 @@ from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.checkpoint.weights import find_weights, resolve_model_section, with_longest_context
 from torchtrain.config.parse import by_folder, train_configs
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import JobConfig, ModelConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.build import check_data, document_start
 from torchtrain.datasets.builtin_sources import pinned
 from torchtrain.datasets.data_source import DataSource, TextInput
@@ -25,6 +25,7 @@ from torchtrain.logging import logger
 from torchtrain.metrics.run_description import describe_run
 from torchtrain.metrics.writers import check_writers
 from torchtrain.models.model_config import build_model_config
+from torchtrain.models.options import ModelConfig
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.optimizers.groups import check_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule

@@ -27,12 +27,13 @@ from torch.distributed.fsdp import fully_shard
 
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.manager import CheckpointManager
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import find_resume_point
 from torchtrain.checkpoint.states import ModelState, TensorSavePlanner, flatten
-from torchtrain.config.schema import CheckpointConfig, OptimizerConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import init_process_group
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
 
 STEPS_AFTER = 10
 

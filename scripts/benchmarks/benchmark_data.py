@@ -38,10 +38,10 @@ import sentencepiece
 import tiktoken
 import torch
 
-from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.standard_library import standard_library
 from torchtrain.datasets.token_folder import MANIFEST, LocalFolder, Shard, TokenManifest
 from torchtrain.datasets.tokenize_text import tokenize

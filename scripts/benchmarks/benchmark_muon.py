@@ -22,13 +22,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtrain.config.registry import OPTIMIZERS
-from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.distributed.mesh import Mesh, local, resolve_parallel_dims
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.container import OptimizerContainer
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.muon.muon import Muon, orthogonalize, shard_of
 from torchtrain.trainer import initialize
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from benchmark import LAUNCHER_ENVIRONMENT, cpu_name
 
-from torchtrain.config.schema import JobConfig, LRSchedulerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.connections import gloo_backend
@@ -32,7 +32,9 @@ from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import LRSchedulerConfig
 from torchtrain.parallelisms.microbatches import Microbatches
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.exact_sums.options import ExactSumsConfig
 from torchtrain.trainer import TrainStep, initialize
 

@@ -1,6 +1,6 @@
 """Write the generated pages of the documentation: python scripts/docs/document_config.py
 
-docs/configuration.md is generated from the dataclasses in torchtrain/config/schema.py, docs/from-torchtitan.md from the
+docs/configuration.md is generated from the sections of torchtrain/config/schema.py, docs/from-torchtitan.md from the
 table in torchtrain/plugins/from_torchtitan/options.toml.
 """
 
@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torchtrain.config.help import choices, docstrings_of, toml
-from torchtrain.config.schema import SourceConfig, SourcesConfig, key_of, section_types, to_dict
+from torchtrain.config.schema import section_types, to_dict
+from torchtrain.config.section import key_of
+from torchtrain.datasets.options import SourceConfig, SourcesConfig
 from torchtrain.plugins.from_torchtitan.options import TOML_ENDS, torchtitan_options
 
 ROOT = Path(__file__).parent.parent.parent
@@ -24,7 +26,7 @@ python -m torchtrain.train --help training
 ```
 
 show all sections, and the options of a section with their documentation. This page lists the options of all sections.
-It is generated from `torchtrain/config/schema.py` by `python scripts/docs/document_config.py`.
+`python scripts/docs/document_config.py` generates it from the `options.py` of the folders of `torchtrain`.
 
 Options are set in a TOML file (`--job.config_file`), on the command line, or both; the command line overrides the file.
 An option in tokens and the same in steps replace each other: `--training.tokens 20B` that of `steps` in the file.

@@ -76,9 +76,18 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
+def folder_of(module: str) -> str:
+    """The top-level folder or module of the package that a module is in, given by its full name.
+
+    The ``options.py`` of a folder of the core is a part of the config, although it stands beside what reads it.
+    """
+    _, name, *rest = module.split(".")
+    return "config" if rest == ["options"] else name
+
+
 def box_of(module: str) -> str:
     """The box of a module, given by its full name: its layer, if the layer is one box, or its top-level folder."""
-    name = module.split(".")[1]
+    name = folder_of(module)
     return next((layer for layer in BOXES if name in LAYERS[layer]), name)
 
 

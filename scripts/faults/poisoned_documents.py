@@ -29,9 +29,10 @@ from pathlib import Path
 import torch
 
 from torchtrain.config.parse import from_text
-from torchtrain.config.schema import JobConfig, SourceConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.token_folder import LocalFolder
 from torchtrain.datasets.tokenize_text import tokenize
 from torchtrain.datasets.tokenizers import load_tokenizer

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.token_folder import LocalFolder, open_folder
 from torchtrain.datasets.tokenize_text import tokenize
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer

@@ -15,15 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtrain import trainer as trainer_module
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.config.registry import CONFIG_SECTIONS
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    JobConfig,
-    LRSchedulerConfig,
-    OptimizerConfig,
-    TrainingConfig,
-    section_of,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig, section_of
 from torchtrain.cpu.build import build_cpu_model, use_cpu_kernels
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh
@@ -36,6 +30,7 @@ from torchtrain.models.parameters import full_name
 from torchtrain.optimizers.ema import EMA
 from torchtrain.optimizers.groups import build_optimizer
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import LRSchedulerConfig, OptimizerConfig
 from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel

@@ -16,7 +16,8 @@ import pytest
 import tomli
 from docs_checks import blocks, check_commands, check_toml, options_of_run, run_checks
 
-from torchtrain.config.schema import key_of, section_types
+from torchtrain.config.schema import section_types
+from torchtrain.config.section import key_of
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

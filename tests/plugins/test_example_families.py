@@ -27,11 +27,12 @@ from test_parallelism import layout
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, MupConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.model_config import build_model_config, flavor_config, to_model_section
+from torchtrain.models.options import ModelConfig, ModelOverrides, MupConfig
 from torchtrain.models.spec import build_model, flops_per_token
 from torchtrain.plugins.huggingface.config import config_from_hf, hf_format
 

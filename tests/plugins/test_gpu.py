@@ -18,11 +18,11 @@ from forked_run import different_tensors, saved_tensors
 from torch.distributed.device_mesh import init_device_mesh
 
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
 from torchtrain.parallelisms.compile import apply_compile
+from torchtrain.parallelisms.options import ActivationCheckpointConfig
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.plugins.comparison.runs import RunFolder, compare_runs, open_run, relative
 from torchtrain.plugins.exact_sums.exact_sums import ExactSums

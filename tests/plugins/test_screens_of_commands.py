@@ -16,11 +16,8 @@ from test_terminal import (
     stop_run,
 )
 
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    JobConfig,
-    JobSection,
-)
+from torchtrain.checkpoint.options import CheckpointConfig
+from torchtrain.config.schema import JobConfig, JobSection
 from torchtrain.metrics.results import next_commands
 
 RESULTS = ["time", "tokens", "loss", "checkpoints", "report", "next"]

@@ -23,10 +23,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.config.schema import EMAConfig
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.models.llama.model import FeedForward, attend
 from torchtrain.optimizers import ema
+from torchtrain.optimizers.options import EMAConfig
 from torchtrain.parallelisms import activation_checkpoint, pipeline_llama
 from torchtrain.parallelisms.attention_backend import (
     attention_backend_name,

@@ -3,8 +3,8 @@
 import pytest
 
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import MetricsConfig
 from torchtrain.errors import ConfigError
+from torchtrain.metrics.options import MetricsConfig
 
 
 def test_help_lists_the_values_of_plugins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtrain.checkpoint.format import DATA_FILES, Manifest, VerifiedReader, VerifiedWriter
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.retention import LOSSES, Losses, losses_to_bytes, not_kept, read_losses
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage, OutputCopies, WriterLease
 from torchtrain.config.run_plan import OtherPartError
-from torchtrain.config.schema import CheckpointConfig
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError

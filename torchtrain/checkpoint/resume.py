@@ -23,6 +23,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchtrain.checkpoint.format import DATA_FILES, Manifest, read_manifest, read_verified, verify_sizes
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume_compatibility import (
     EXCLUDE,
     check_resume_compatibility,
@@ -35,7 +36,6 @@ from torchtrain.checkpoint.saved_run import read_config_text
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
 from torchtrain.config.run_plan import OtherPartError, plan_of
-from torchtrain.config.schema import CheckpointConfig
 from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group

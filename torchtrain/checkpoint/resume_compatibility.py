@@ -15,9 +15,11 @@ import tomli
 import xxhash
 
 from torchtrain.config.registry import CONFIG_SECTIONS
-from torchtrain.config.schema import RopeScalingConfig, default_options, flat, section_types
+from torchtrain.config.schema import default_options, section_types
+from torchtrain.config.section import flat
 from torchtrain.errors import CheckpointError
 from torchtrain.files import is_url, printable
+from torchtrain.models.options import RopeScalingConfig
 
 
 class Kind(Enum):

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from torchtrain.checkpoint.format import read_manifest, read_verified
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.storage import StoredCheckpoint
-from torchtrain.config.schema import CheckpointConfig
 from torchtrain.errors import DamagedError
 from torchtrain.files import parse_json
 

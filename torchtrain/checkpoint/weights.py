@@ -9,6 +9,7 @@ from torch import nn
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalCheckpoint
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.checkpoint.saved_run import SavedRun, read_config
 from torchtrain.checkpoint.states import ModelState, load_weight_tensors
@@ -20,7 +21,7 @@ from torchtrain.checkpoint.storage import (
 )
 from torchtrain.config.parse import from_toml, read_table, read_text
 from torchtrain.config.registry import URL_READERS, WEIGHT_FORMATS
-from torchtrain.config.schema import CheckpointConfig, JobConfig, ModelConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.config.urls import local_copy, names_at
 from torchtrain.datasets.tokenizers import TOKENIZER_FILES
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
@@ -29,6 +30,7 @@ from torchtrain.errors import CheckpointError, ConfigError, DamagedError
 from torchtrain.files import MISSING, is_url, scheme_of
 from torchtrain.logging import logger
 from torchtrain.models.model_config import given, longest_context, to_model_section
+from torchtrain.models.options import ModelConfig
 from torchtrain.models.spec import DecoderConfig, spec_of
 
 

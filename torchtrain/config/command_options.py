@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torchtrain.config.help import MAX_WIDTH, choices, docstrings_of, toml, value_of, wrapped_description
 from torchtrain.config.parse import closest, convert, from_words
-from torchtrain.config.schema import key_of
+from torchtrain.config.section import key_of
 from torchtrain.errors import ConfigError
 
 T = TypeVar("T")

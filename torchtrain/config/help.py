@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from torchtrain.config.registry import CONFIG_SECTIONS, Registry
-from torchtrain.config.schema import JobConfig, key_of, section_of, section_types
+from torchtrain.config.schema import JobConfig, section_of, section_types
+from torchtrain.config.section import key_of
 from torchtrain.errors import ConfigError
 
 MAX_WIDTH = 100

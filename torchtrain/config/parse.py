@@ -21,15 +21,8 @@ import tomli
 import tomli_w
 
 from torchtrain.config.registry import CONFIG_SECTIONS, OPTION_HINTS, disable_plugins, import_modules
-from torchtrain.config.schema import (
-    SAME_NUMBER,
-    JobConfig,
-    JobSection,
-    flat,
-    key_of,
-    section_types,
-    to_dict,
-)
+from torchtrain.config.schema import JobConfig, JobSection, section_types, to_dict
+from torchtrain.config.section import SAME_NUMBER, flat, key_of
 from torchtrain.config.urls import local_copy
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtrain.config.schema import CountOrZero, Section
+from torchtrain.config.section import CountOrZero, Section
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ CONFIG_SECTIONS = Registry(
         },
     },
 )
-"""Subclasses of ``config.schema.Section``, by the name that they also pass to it."""
+"""Subclasses of ``config.section.Section``, by the name that they also pass to it."""
 
 
 OPTION_HINTS = Registry("the name of a source of hints")

@@ -4,8 +4,10 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchtrain.config.schema import TOKENS, JobConfig, LRSchedulerConfig
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import TOKENS
 from torchtrain.errors import ConfigError
+from torchtrain.optimizers.options import LRSchedulerConfig
 
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -13,7 +15,7 @@ UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 def parse_tokens(text: str, parameters: Callable[[], int]) -> int:
     """The number of tokens that ``text`` stands for; ``parameters`` returns the number of parameters of the model."""
     match = re.fullmatch(TOKENS, text)
-    assert match is not None, text  # schema.py checks options of this type
+    assert match is not None, text  # section.py checks options of this type
     number, unit = match.groups()
     return round(float(number) * (parameters() if unit == "x" else UNITS[unit]))
 

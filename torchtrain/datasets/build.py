@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from torchtrain.config.registry import DATA_SOURCES
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.data_source import (
     DataSource,
     Exclusions,
@@ -24,6 +24,7 @@ from torchtrain.datasets.data_source import (
 )
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.exclusions import read_exclusions
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.order import Mixture, stream_seed
 from torchtrain.datasets.token_cache import find_tokens, log_tokens, tokenized
 from torchtrain.datasets.tokenizers import Tokenizer

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import SourceConfig, SourcesConfig
 from torchtrain.datasets.cache_folder import require_outside
 from torchtrain.datasets.data_source import DataSource, SourceContext, SourceType, TextInput
 from torchtrain.datasets.local_files import open_text_files, require_utf8_files
+from torchtrain.datasets.options import SourceConfig, SourcesConfig
 from torchtrain.datasets.standard_library import STANDARD_LIBRARY
 from torchtrain.datasets.text_input import TextFiles
 from torchtrain.datasets.token_dataset import TokenDataset

@@ -16,8 +16,8 @@ import numpy.typing as npt
 import xxhash
 
 from torchtrain.config.component import Component
-from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.data_identity import FileTable, Identity
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError
 

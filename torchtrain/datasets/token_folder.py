@@ -24,7 +24,7 @@ import numpy as np
 
 from torchtrain.config.parse import from_toml
 from torchtrain.config.registry import TOKEN_FOLDERS
-from torchtrain.config.schema import require
+from torchtrain.config.section import require
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.text_input import read_with_retries
 from torchtrain.errors import ConfigError, DataError

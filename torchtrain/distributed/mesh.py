@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import ParallelismConfig
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError
+from torchtrain.parallelisms.options import ParallelismConfig
 
 
 @dataclass(frozen=True)

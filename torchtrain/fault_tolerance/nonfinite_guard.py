@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.stateful import Stateful
 
-from torchtrain.config.schema import FaultsConfig
 from torchtrain.errors import FaultError
+from torchtrain.fault_tolerance.options import FaultsConfig
 from torchtrain.logging import logger
 
 

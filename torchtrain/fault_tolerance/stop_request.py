@@ -11,10 +11,10 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from torchtrain.config.schema import FaultsConfig
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.environment import LOST_CONNECTION
 from torchtrain.errors import HangError, StoppedError
+from torchtrain.fault_tolerance.options import FaultsConfig
 from torchtrain.logging import logger
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

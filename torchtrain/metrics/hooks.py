@@ -37,7 +37,7 @@ class Hook:
 
     ``config.registry.HOOKS`` has functions that make hooks: they get the ``Trainer`` when all else is built, keep what
     they need of it, and return a hook, or None if the config does not ask for it. The plugin's section rejects invalid
-    options before (``config.schema.Section``).
+    options before (``config.section.Section``).
 
     A hook must not modify what it observes. All ranks have the same hooks; unless a method says "on rank 0", it is
     called on all ranks, and may call collectives.

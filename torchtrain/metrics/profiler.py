@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from torchtrain.config.schema import ProfilingConfig
 from torchtrain.logging import BestEffort, logger
+from torchtrain.metrics.options import ProfilingConfig
 
 MAX_SNAPSHOT_ENTRIES = 100_000
 

@@ -25,13 +25,13 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor
 
-from torchtrain.config.schema import MetricsConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch, DataLoader
 from torchtrain.errors import TorchtrainError
 from torchtrain.logging import BestEffort, aligned, log_in_color, logger, message_width, terminal_width
 from torchtrain.metrics.history import read_run
 from torchtrain.metrics.hooks import Hooks
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.validation_log import format_validation
 from torchtrain.metrics.writers import Writers, changes_steps
 from torchtrain.models.loss import TokenLoss

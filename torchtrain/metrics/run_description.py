@@ -13,30 +13,25 @@ from typing import Any
 import torch
 
 from torchtrain import __version__
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.config.run_plan import plan_of
-from torchtrain.config.schema import (
-    ActivationCheckpointConfig,
-    CheckpointConfig,
-    CompileConfig,
-    DataConfig,
-    EMAConfig,
-    JobConfig,
-    LRSchedulerConfig,
-    OptimizerConfig,
-    ValidationConfig,
-)
+from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.cpu.build import has_batched_attention_backward
 from torchtrain.datasets.data_source import DataSource, SourceSize, TextInput
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.distributed.process_group import rank
 from torchtrain.files import is_url
 from torchtrain.logging import BestEffort, aligned, counted, logger, terminal_width
+from torchtrain.metrics.options import ValidationConfig
 from torchtrain.models.spec import DecoderConfig, count_parameters
 from torchtrain.optimizers.lr_schedule import LRSchedule
+from torchtrain.optimizers.options import EMAConfig, LRSchedulerConfig, OptimizerConfig
 from torchtrain.parallelisms.attention_backend import attention_backend_name
 from torchtrain.parallelisms.linear_conversion import linear_conversion
+from torchtrain.parallelisms.options import ActivationCheckpointConfig, CompileConfig
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.config.schema import ValidationConfig
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.errors import DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import logger
 from torchtrain.metrics.hooks import Hooks, Watched
+from torchtrain.metrics.options import ValidationConfig
 from torchtrain.models.loss import exact_nats
 from torchtrain.parallelisms.microbatches import Microbatch, Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel

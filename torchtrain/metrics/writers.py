@@ -17,10 +17,12 @@ import tomli
 
 from torchtrain.config.component import Component
 from torchtrain.config.registry import CONFIG_SECTIONS, METRICS_WRITERS
-from torchtrain.config.schema import JobConfig, MetricsConfig, flat
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import flat
 from torchtrain.files import atomic_write, json_object, names_in
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import UNDOING
+from torchtrain.metrics.options import MetricsConfig
 
 # Group and name of each curve; metrics that are not listed are in the group "other".
 GROUPS = {

@@ -4,9 +4,10 @@ from dataclasses import asdict, fields, replace
 from typing import Any, Protocol
 
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import JobConfig, ModelConfig, ModelOverrides, MupConfig, RopeScalingConfig, to_dict
+from torchtrain.config.schema import JobConfig, to_dict
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.rope_scaling import RopeScaling
+from torchtrain.models.options import ModelConfig, ModelOverrides, MupConfig, RopeScalingConfig
 from torchtrain.models.spec import DecoderConfig, ModelSpec
 
 LARGEST = {

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from torchtrain.config.schema import OptimizerConfig
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer
+from torchtrain.optimizers.options import OptimizerConfig
 
 
 class ShardedAdamW(ShardedOptimizer):

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchtrain.config.component import Component
-from torchtrain.config.schema import OptimizerConfig
 from torchtrain.distributed.mesh import Mesh, local
+from torchtrain.optimizers.options import OptimizerConfig
 
 ParameterGroup = dict[str, Any]
 """One of ``torch.optim.Optimizer.param_groups``: the keys params and param_names, in the same order, name, lr,

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 
-from torchtrain.config.schema import EMAConfig
 from torchtrain.distributed.mesh import local
 from torchtrain.models.parameters import full_name
+from torchtrain.optimizers.options import EMAConfig
 from torchtrain.pinned_memory import in_buckets, pinned_like
 
 BUCKET_BYTES = 1 << 28  # size of the parameters that are copied to pinned memory at once

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 from torchtrain.config.parse import did_you_mean
 from torchtrain.config.registry import OPTIMIZERS
-from torchtrain.config.schema import OptimizerConfig, ParameterGroupConfig
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.errors import ConfigError
 from torchtrain.models.parameters import full_name, module_in_block
 from torchtrain.models.spec import DecoderConfig, mup_ratios, spec_of
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer
 from torchtrain.optimizers.container import OptimizerContainer
+from torchtrain.optimizers.options import OptimizerConfig, ParameterGroupConfig
 
 EMBEDDINGS = frozenset({"tok_embeddings.weight", "output.weight"})
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torchtrain.config.component import Component
 from torchtrain.config.registry import LR_SCHEDULES
-from torchtrain.config.schema import LRSchedulerConfig
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.container import OptimizerContainer
+from torchtrain.optimizers.options import LRSchedulerConfig
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, create_selective_checkpoint_contexts
 
-from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.models.spec import Decoder, spec_of
+from torchtrain.parallelisms.options import ActivationCheckpointConfig
 from torchtrain.torch_internals import checkpoint_wrapper, inductor_compiled_code
 
 # Outputs that are cheaper to save than to recompute: those of attention and of collectives.

@@ -5,8 +5,8 @@ import warnings
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.models.spec import Decoder
+from torchtrain.parallelisms.options import ActivationCheckpointConfig
 from torchtrain.torch_internals import enable_symm_mem_for_group
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from torchtrain.config.schema import ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import TrainingConfig
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.models.spec import Decoder
+from torchtrain.parallelisms.options import ParallelismConfig
 
 
 def apply_fsdp(

@@ -18,12 +18,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from torchtrain.config.schema import ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import TrainingConfig
 from torchtrain.distributed.mesh import Mesh
 from torchtrain.models.loss import OutputLoss, exact_nats
 from torchtrain.models.spec import Decoder, DecoderConfig, build_model, spec_of
 from torchtrain.parallelisms.fsdp import set_accumulation
 from torchtrain.parallelisms.microbatches import Microbatch, attention_mask
+from torchtrain.parallelisms.options import ParallelismConfig
 
 
 def build_stages(model: DecoderConfig, mesh: Mesh, parallelism: ParallelismConfig) -> dict[int, Decoder]:

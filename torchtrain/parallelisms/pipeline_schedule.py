@@ -1,8 +1,9 @@
 """Resolve and check the number of layers per pipeline stage and the number of pipeline microbatches."""
 
-from torchtrain.config.schema import ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import TrainingConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.spec import DecoderConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 
 STAGES_PER_RANK = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")

@@ -37,9 +37,9 @@ from torchtrain.checkpoint.saved_run import read_config_text
 from torchtrain.checkpoint.states import save_tensors
 from torchtrain.compare import main
 from torchtrain.config.parse import from_text, to_toml
-from torchtrain.config.schema import ParameterGroupConfig
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import ConfigError, StorageError, TorchtrainError
+from torchtrain.optimizers.options import ParameterGroupConfig
 from torchtrain.parallelisms.resolve import resolve_layout
 from torchtrain.plugins.comparison import runs
 from torchtrain.plugins.comparison.fingerprint_hook import FingerprintHook

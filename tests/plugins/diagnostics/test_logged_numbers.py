@@ -10,7 +10,7 @@ from forked_run import read_metrics
 from gloo_pool import GlooPool
 from parity import TINY, config_of, use_existing_process_group
 
-from torchtrain.config.schema import SourceConfig
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.trainer import Trainer
 
 

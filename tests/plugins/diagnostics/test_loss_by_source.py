@@ -14,9 +14,10 @@ from gloo_pool import GlooPool
 from parity import Curve, build, config_of, train, with_options
 from torch import Tensor
 
-from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import TokenLoss
 from torchtrain.parallelisms.microbatches import Microbatches

@@ -3,7 +3,8 @@
 import pytest
 
 from torchtrain.config.parse import from_text
-from torchtrain.config.schema import DataConfig, JobConfig
+from torchtrain.config.schema import JobConfig
+from torchtrain.datasets.options import DataConfig
 from torchtrain.errors import ConfigError
 from torchtrain.plugins.evaluation.options import EvaluationConfig
 

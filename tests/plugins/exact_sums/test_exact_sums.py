@@ -21,12 +21,14 @@ from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mes
 
 from torchtrain.checkpoint.resume_compatibility import Kind, check_resume_compatibility, kind_of
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import JobConfig, OptimizerConfig, ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.models.loss import OutputLoss, exact_nats
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.exact_sums.exact_sums import (
     HEADROOM_BITS,
     UNKNOWN,

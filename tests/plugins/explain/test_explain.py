@@ -23,11 +23,13 @@ from forked_command import run_command
 from forked_run import CONFIG, different_tensors, logged_losses, patched_loss, read_metrics, saved_tensors
 
 from torchtrain.config.parse import from_text
-from torchtrain.config.schema import DataConfig, FaultsConfig, JobConfig, SourceConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.data_source import Place, text_hash
 from torchtrain.datasets.dataloader import DataLoader
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.errors import ConfigError, DataError
+from torchtrain.fault_tolerance.options import FaultsConfig
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import build_model

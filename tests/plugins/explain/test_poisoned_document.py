@@ -17,8 +17,8 @@ from forked_run import different_tensors, saved_tensors
 from json_tokenizers import save_tokenizer
 from poisoned_documents import FIRST, SECOND, explain_run
 
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets.build import build_dataloader
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.plugins.comparison.fingerprints import read
 

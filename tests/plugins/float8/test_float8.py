@@ -20,10 +20,7 @@ from safetensors.torch import load_file
 from test_speed_options import CPU, HOPPER
 from test_user_errors import check as check_run
 
-from torchtrain.config.schema import (
-    JobConfig,
-    section_of,
-)
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims, local
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer, TransformerConfig

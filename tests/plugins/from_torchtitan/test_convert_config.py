@@ -11,10 +11,12 @@ from test_from_torchtitan import DEBUG_FILE
 
 from torchtrain.config.parse import from_file, from_text
 from torchtrain.config.registry import CONFIG_SECTIONS
-from torchtrain.config.schema import JobConfig, ParameterGroupConfig, flat, section_of, to_dict
+from torchtrain.config.schema import JobConfig, section_of, to_dict
+from torchtrain.config.section import flat
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama.model import TransformerConfig
 from torchtrain.models.model_config import build_model_config
+from torchtrain.optimizers.options import ParameterGroupConfig
 from torchtrain.plugins.from_torchtitan.conversion import convert_config
 
 # As people write them: comments above, beside and below keys, and keys of old versions.

@@ -22,12 +22,12 @@ from torch.optim.adamw import adamw as torch_adamw
 from triton_interpreter import Call, Interpreter, Program, View
 
 import torchtrain.models.llama.model as llama
-from torchtrain.config.schema import ActivationCheckpointConfig
 from torchtrain.models.document_mask import document_mask
 from torchtrain.models.llama.model import Transformer, TransformerConfig, apply_rope, attend
 from torchtrain.models.loss.output_loss import OutputLoss
 from torchtrain.parallelisms.activation_checkpoint import apply_activation_checkpoint
 from torchtrain.parallelisms.compile import apply_compile
+from torchtrain.parallelisms.options import ActivationCheckpointConfig
 from torchtrain.plugins.muon.muon import orthogonalize
 
 Results = dict[str, Tensor]

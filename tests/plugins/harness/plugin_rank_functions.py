@@ -9,11 +9,12 @@ from parity import Curve, train
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig, ParallelismConfig, TrainingConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms import tensor_parallel
+from torchtrain.parallelisms.options import ActivationCheckpointConfig, ParallelismConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf

@@ -36,15 +36,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from torchtrain import convert as convert_command
 from torchtrain import generate
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.storage import MANIFEST
 from torchtrain.checkpoint.weights import check_same_architecture, load_weights
-from torchtrain.config.schema import CheckpointConfig, EMAConfig, JobConfig, JobSection, ParallelismConfig
+from torchtrain.config.schema import JobConfig, JobSection
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.distributed.connections import gloo_backend, new_gloo_group
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.logging import logger
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.model_config import flavor_config
+from torchtrain.optimizers.options import EMAConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface import llama as hf
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config

@@ -15,11 +15,11 @@ from tokenizers import Tokenizer
 
 from torchtrain.checkpoint.states import parameter_shapes
 from torchtrain.checkpoint.weights import resolve_model_section
-from torchtrain.config.schema import ModelConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError
 from torchtrain.models.model_config import build_model_config
+from torchtrain.models.options import ModelConfig
 from torchtrain.plugins.evaluation.trained_model import load_model
 from torchtrain.plugins.huggingface.conversion import convert
 from torchtrain.plugins.huggingface.safetensors_folder import find_tensors, save_hf, write_hf_config

@@ -16,8 +16,9 @@ from captured_log import captured_log
 from forkserver import free_port
 
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import JobConfig, MetricsConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.writers import Writers, changes_steps, check_writers
 from torchtrain.plugins.mlflow import writer as mlflow_writer
 from torchtrain.plugins.mlflow.writer import MLflow, metric_name

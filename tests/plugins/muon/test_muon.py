@@ -22,11 +22,12 @@ from test_parallelism import LAYOUTS, MODELS, run
 from test_resume_on_other_layouts import SAVED, bytes_of_tensors, run_layout
 from torch import Tensor
 
-from torchtrain.config.schema import JobConfig, OptimizerConfig, ParameterGroupConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.groups import build_optimizer, group_of
+from torchtrain.optimizers.options import OptimizerConfig, ParameterGroupConfig
 from torchtrain.plugins.muon.muon import BUCKET_BYTES, assign_owners, iteration_cost
 
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}

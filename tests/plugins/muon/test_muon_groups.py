@@ -8,11 +8,11 @@ from test_optimizer_groups import MODEL, check_rates_and_decays_of_mup
 from torch import nn
 
 from torchtrain.config.parse import from_toml
-from torchtrain.config.schema import OptimizerConfig, ParameterGroupConfig, ParameterPatternConfig
 from torchtrain.errors import ConfigError
 from torchtrain.models.llama import Transformer
 from torchtrain.optimizers.adamw import ShardedAdamW
 from torchtrain.optimizers.groups import build_optimizer, check_optimizer
+from torchtrain.optimizers.options import OptimizerConfig, ParameterGroupConfig, ParameterPatternConfig
 from torchtrain.plugins.muon.muon import Muon
 
 PATTERNS = (

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 from test_layout_checks import check_memory_by_parameter
 
-from torchtrain.config.schema import JobConfig, OptimizerConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.models.model_config import flavor_config
+from torchtrain.optimizers.options import OptimizerConfig
 from torchtrain.parallelisms.check import check_memory
 
 

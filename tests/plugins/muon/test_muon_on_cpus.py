@@ -2,10 +2,10 @@
 
 from test_cpu_matmul import TINY
 
-from torchtrain.config.schema import OptimizerConfig
 from torchtrain.cpu.build import use_cpu_kernels
 from torchtrain.models.llama.model import Transformer
 from torchtrain.optimizers.groups import build_optimizer
+from torchtrain.optimizers.options import OptimizerConfig
 
 
 def test_muon_in_bfloat16_replaces_kernels(replacements: list[None]) -> None:

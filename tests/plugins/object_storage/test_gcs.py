@@ -14,7 +14,7 @@ from gcs_server import GCSServer, fake_gcs_server
 from test_s3_checkpoints import tensors_in
 
 from torchtrain.checkpoint.local_storage import LocalStorage
-from torchtrain.config.schema import DataConfig
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.tokenizers import load_tokenizer, tokenizer_file
 from torchtrain.plugins.object_storage import cached_copies
 from torchtrain.plugins.object_storage.object_store import md5_of, md5_of_file

@@ -19,10 +19,11 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from test_checkpoint import Run, assert_bitwise_equal
 
 from torchtrain.checkpoint.format import _NewFiles, read_manifest, verify
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.storage import WriterLease
 from torchtrain.checkpoint.weights import find_checkpoint
 from torchtrain.config.registry import CHECKPOINT_STORAGES
-from torchtrain.config.schema import CheckpointConfig, JobConfig, JobSection
+from torchtrain.config.schema import JobConfig, JobSection
 from torchtrain.datasets.token_folder import open_folder
 from torchtrain.distributed.connections import gloo_backend
 from torchtrain.errors import CheckpointError, ConfigError, StorageError, SupersededError

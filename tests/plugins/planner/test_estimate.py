@@ -25,7 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from torchtrain import estimate as command
 from torchtrain import train as trainer
 from torchtrain.config.parse import from_file, from_toml, parse
-from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, section_of
+from torchtrain.config.schema import JobConfig, TrainingConfig, section_of
+from torchtrain.datasets.options import DataConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.distributed.mesh import ParallelDims, resolve_parallel_dims
 from torchtrain.errors import ConfigError

@@ -13,8 +13,9 @@ from terminal import Terminal
 
 from torchtrain import estimate as command
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import ActivationCheckpointConfig, JobConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.parallelisms.options import ActivationCheckpointConfig
 from torchtrain.plugins.planner.advice import advice
 from torchtrain.plugins.planner.hardware import GIB, GPUS
 from torchtrain.plugins.planner.report import (

@@ -24,9 +24,10 @@ from json_tokenizers import save_tokenizer
 
 from torchtrain.checkpoint.resume_compatibility import differences
 from torchtrain.config.parse import to_toml
-from torchtrain.config.schema import DataConfig, JobConfig, SourceConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.builtin_sources import pinned
 from torchtrain.datasets.data_source import SkippedText, SourceContext, TextInput
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.text_input import LocalFile
 from torchtrain.errors import DataError, StorageError
 from torchtrain.plugins.remote_data import hub as client

@@ -12,11 +12,11 @@ import pytest
 import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_tokens
 
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import text_input, tokenize_text
 from torchtrain.datasets.build import open_source
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.local_files import open_text_files
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import ConfigError, DataError, StorageError
 from torchtrain.plugins.object_storage.object_store import open_file_system, with_store_retries

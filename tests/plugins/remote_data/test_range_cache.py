@@ -17,8 +17,10 @@ import torch
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_hub_folder, write_jsonl, write_tokens
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchtrain.config.schema import DataConfig, JobConfig, TrainingConfig, ValidationConfig
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.datasets.build import build_loaders
+from torchtrain.datasets.options import DataConfig
+from torchtrain.metrics.options import ValidationConfig
 from torchtrain.plugins.object_storage.object_store import open_file_system
 from torchtrain.plugins.remote_data import range_cache, remote_folder
 from torchtrain.plugins.remote_data.options import RemoteDataConfig

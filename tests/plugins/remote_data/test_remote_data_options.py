@@ -11,8 +11,9 @@ from test_resume_compatibility import toml
 
 from torchtrain.checkpoint.resume_compatibility import check_resume_compatibility
 from torchtrain.config.parse import parse, to_toml
-from torchtrain.config.schema import DataConfig, SourceConfig, ValidationConfig
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.errors import ConfigError
+from torchtrain.metrics.options import ValidationConfig
 
 
 @pytest.mark.parametrize(

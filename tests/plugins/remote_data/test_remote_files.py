@@ -21,13 +21,14 @@ from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, w
 from fsspec.implementations.memory import MemoryFileSystem
 
 from torchtrain.checkpoint.local_storage import LocalStorage
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.config.schema import CheckpointConfig, DataConfig, SourceConfig
 from torchtrain.datasets import tokenize_text
 from torchtrain.datasets.data_source import SkippedText, SourceContext
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.file_formats import NotUTF8Error
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.text_input import LocalFile
 from torchtrain.datasets.token_folder import LocalFolder, TokenManifest, open_folder, verify
 from torchtrain.errors import ConfigError, DataError

@@ -32,11 +32,11 @@ from forked_run import ForkedRun, finish, read_metrics
 from fsspec.implementations.local import LocalFileSystem
 
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import DataConfig, SourceConfig
 from torchtrain.datasets import file_formats
 from torchtrain.datasets.data_identity import Identity
 from torchtrain.datasets.data_source import Place, SourceContext, Stream, StreamRequest, is_held_out, text_hash
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.datasets.order import Mixture
 from torchtrain.datasets.text_input import PAUSES_SECONDS, InputFile
 from torchtrain.errors import DataError, StorageError

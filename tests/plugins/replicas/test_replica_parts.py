@@ -24,9 +24,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.config.parse import parse, to_toml
-from torchtrain.config.schema import MetricsConfig, section_of
+from torchtrain.config.schema import section_of
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.errors import ConfigError, StoppedError, StorageError
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.writers import Writers
 from torchtrain.plugins.replicas import checks, presence
 from torchtrain.plugins.replicas.files import RunFiles, parsed

@@ -6,10 +6,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_metrics import CONFIG
 
-from torchtrain.config.schema import JobConfig, MetricsConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.logging import BestEffort
 from torchtrain.metrics.history import Run
 from torchtrain.metrics.hooks import RunResults
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.run_description import RunDescription
 from torchtrain.metrics.writers import TensorBoard, WriterContext
 from torchtrain.plugins.report.report import write_report

@@ -42,9 +42,11 @@ from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
 from torchtrain.config.run_plan import OtherPartError, plan_of
-from torchtrain.config.schema import JobConfig, SourceConfig, flat, key_of, registries_of, to_dict
+from torchtrain.config.schema import JobConfig, to_dict
+from torchtrain.config.section import flat, key_of, registries_of
 from torchtrain.datasets.build import open_source
 from torchtrain.datasets.data_source import SourceContext
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import CheckpointError, ConfigError, DataError, FaultError, StoppedError
 from torchtrain.fault_tolerance.stop_request import StopRequest

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from torchtrain.config.registry import METRICS_WRITERS
-from torchtrain.config.schema import JobConfig, MetricsConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.writers import Writers, changes_steps, check_writers
 from torchtrain.plugins.trackio.writer import Trackio
 

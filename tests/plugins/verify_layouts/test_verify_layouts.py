@@ -18,18 +18,14 @@ from test_own_model import write_modules
 
 from torchtrain.config.parse import parse
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import (
-    ActivationCheckpointConfig,
-    CompileConfig,
-    EMAConfig,
-    JobConfig,
-    ModelConfig,
-    TrainingConfig,
-)
+from torchtrain.config.schema import JobConfig, TrainingConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config, flavor_config
+from torchtrain.models.options import ModelConfig
 from torchtrain.models.spec import build_model
+from torchtrain.optimizers.options import EMAConfig
+from torchtrain.parallelisms.options import ActivationCheckpointConfig, CompileConfig
 from torchtrain.plugins.comparison.fingerprints import Fingerprint
 from torchtrain.plugins.verify_layouts.command import split
 from torchtrain.plugins.verify_layouts.float64 import Float64

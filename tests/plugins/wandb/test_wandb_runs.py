@@ -10,7 +10,7 @@ import pytest
 from gloo_pool import GlooPool
 from test_metrics import CONFIG, record_steps
 
-from torchtrain.config.schema import MetricsConfig
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.writers import WriterContext
 from torchtrain.plugins.wandb.writer import WandbOptions, WeightsAndBiases
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from wandb_records import wandb_records
 
-from torchtrain.config.schema import MetricsConfig
 from torchtrain.metrics.history import read_run
+from torchtrain.metrics.options import MetricsConfig
 from torchtrain.metrics.writers import Writers, changes_steps
 
 

@@ -14,7 +14,7 @@ from typing import Annotated
 from torchtrain.cli import command
 from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import LocalPath, check_values
+from torchtrain.config.section import LocalPath, check_values
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_picture, writing

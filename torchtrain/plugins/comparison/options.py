@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from torchtrain.config.schema import Count, JobConfig, Section, require
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import Count, Section, require
 
 
 @dataclass(frozen=True)

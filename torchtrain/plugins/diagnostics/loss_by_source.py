@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtrain.config.schema import DataConfig
 from torchtrain.datasets.dataloader import Batch
+from torchtrain.datasets.options import DataConfig
 from torchtrain.distributed.replicas import Replicas
 from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import OutputLoss, TokenLoss

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from torchtrain.config.schema import FINITE, CountOrZero, Section, at_least
+from torchtrain.config.section import FINITE, CountOrZero, Section, at_least
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torchtrain.cli import command
 from torchtrain.config.help import wrapped_description
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import require_local
+from torchtrain.config.section import require_local
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import ConfigError, TorchtrainError

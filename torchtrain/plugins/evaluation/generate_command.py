@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 from torchtrain.cli import command, is_first_rank, reports_errors
 from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import Count, CountOrZero, LocalPath, at_least, check_values, require
+from torchtrain.config.section import Count, CountOrZero, LocalPath, at_least, check_values, require
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, json_object, with_retries, writing
 from torchtrain.logging import logger

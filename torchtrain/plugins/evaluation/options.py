@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchtrain.config.schema import Count, CountOrZero, JobConfig, LocalPath, NotNegative, Section, require
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import Count, CountOrZero, LocalPath, NotNegative, Section, require
 from torchtrain.errors import ConfigError
 from torchtrain.optional_packages import install_command
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from torchtrain.cli import command, is_first_rank, reports_errors
 from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import Count, check_values, require, require_local
+from torchtrain.config.section import Count, check_values, require, require_local
 from torchtrain.errors import ConfigError
 from torchtrain.logging import counted
 from torchtrain.progress import progress

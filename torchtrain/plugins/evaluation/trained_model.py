@@ -7,15 +7,17 @@ import torch
 
 from torchtrain.checkpoint.states import STATES
 from torchtrain.checkpoint.weights import find_weights, load_weights, saved_config
-from torchtrain.config.schema import CommConfig, JobConfig, ParallelismConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.cpu.matmul import apply_float32_matmul
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer, tokenizer_file
 from torchtrain.distributed.mesh import Mesh, ParallelDims
+from torchtrain.distributed.options import CommConfig
 from torchtrain.distributed.process_group import init_process_group, pick_device, world_size
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config, longest_context
 from torchtrain.models.spec import Decoder, build_model
 from torchtrain.parallelisms.check import check_layout
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
 from torchtrain.plugins.huggingface.tokenizer import begins_with_bos, check_tokenizer, find_eos_ids
 

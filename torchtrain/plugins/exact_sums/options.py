@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from torchtrain.config.schema import Count, JobConfig, Rule, Section, option_of_plugin, require
+from torchtrain.config.schema import JobConfig, option_of_plugin
+from torchtrain.config.section import Count, Rule, Section, require
 
 if TYPE_CHECKING:  # imports PyTorch
     import torch

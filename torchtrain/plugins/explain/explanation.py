@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchtrain.checkpoint.manager import CheckpointManager
-from torchtrain.config.schema import ParallelismConfig
 from torchtrain.datasets.build import document_start
 from torchtrain.datasets.data_source import Piece, Place
 from torchtrain.datasets.dataloader import Batch, DataLoader
@@ -26,6 +25,7 @@ from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import counted, logger
 from torchtrain.models.loss.output_loss import MIN_CHUNK_TOKENS
 from torchtrain.parallelisms.microbatches import Microbatch, Microbatches
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.explain.run import RunStep, loader_before, on_one_rank
 from torchtrain.plugins.explain.signals import PieceTokens, Signal, combine, find_signals
 from torchtrain.trainer import Trainer

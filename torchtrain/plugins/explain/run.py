@@ -9,26 +9,22 @@ import numpy.typing as npt
 import torch
 
 from torchtrain.checkpoint.format import CONFIG, VerifiedReader, read_manifest
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.resume_compatibility import EXCLUDE, same_content, source_identities
 from torchtrain.checkpoint.saved_run import read_config
 from torchtrain.checkpoint.states import POSITION, load_tensors, read_layout
 from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
 from torchtrain.config.parse import from_text, read_text
 from torchtrain.config.run_plan import RunPlan, plan_of
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    JobConfig,
-    MetricsConfig,
-    ParallelismConfig,
-    ProfilingConfig,
-    ValidationConfig,
-)
+from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.distributed.process_group import destroy_process_group, init_process_group
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.files import is_url, names_in
+from torchtrain.metrics.options import MetricsConfig, ProfilingConfig, ValidationConfig
+from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.report.options import ReportConfig
 
 

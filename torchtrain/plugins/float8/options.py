@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtrain.config.schema import JobConfig, Section, require
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import Section, require
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Annotated
 from torchtrain.cli import command
 from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.parse import from_text, read_text
-from torchtrain.config.schema import LocalPath, check_values
+from torchtrain.config.section import LocalPath, check_values
 from torchtrain.errors import ConfigError
 from torchtrain.files import atomic_write, require_file, writing
 from torchtrain.logging import logger

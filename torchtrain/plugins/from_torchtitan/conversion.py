@@ -12,7 +12,8 @@ from tomlkit.items import AoT, Comment, InlineTable, Item, Table
 
 from torchtrain.config.help import toml
 from torchtrain.config.parse import read_table
-from torchtrain.config.schema import default_options, flat
+from torchtrain.config.schema import default_options
+from torchtrain.config.section import flat
 from torchtrain.errors import ConfigError
 from torchtrain.files import printable
 from torchtrain.plugins.from_torchtitan.options import TOML_ENDS, find_option, torchtitan_options, versions_with

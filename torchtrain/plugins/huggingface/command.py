@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from torchtrain.cli import command
 from torchtrain.config.command_options import POSITIONAL, parse_command
 from torchtrain.config.registry import import_modules
-from torchtrain.config.schema import Count, check_values
+from torchtrain.config.section import Count, check_values
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from torchtrain.config.registry import MODELS
-from torchtrain.config.schema import JobConfig, Section, require
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import Section, require
 from torchtrain.errors import ConfigError
 from torchtrain.files import require_folder
 

@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchtrain.config.schema import JobConfig, Section, require
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import Section, require
 from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.history import read_run

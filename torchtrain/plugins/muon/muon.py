@@ -18,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from torchtrain.config.schema import Count, Decay, OptimizerConfig, Section
+from torchtrain.config.section import Count, Section
 from torchtrain.distributed.mesh import Mesh, ParallelDims, local
 from torchtrain.errors import ConfigError
 from torchtrain.optimizers.base import ParameterGroup, ShardedOptimizer, assign
+from torchtrain.optimizers.options import DecayRate, OptimizerConfig
 
 A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the iteration x <- A x + B (x x^T) x + C (x x^T)^2 x
 EPSILON = 1e-7
@@ -91,7 +92,7 @@ def assign_owners(matrices: Sequence[Tensor], ranks: int, itemsize: int) -> list
 class MuonOptions(Section, name="optimizer.options.muon"):
     """Options of Muon, [optimizer.options.muon]."""
 
-    momentum: Decay = 0.95
+    momentum: DecayRate = 0.95
     """Decay of Muon's running mean of the gradient, which looks one step ahead (Nesterov)."""
     iterations: Count = 5
     """Newton-Schulz iterations by which Muon orthogonalizes a matrix."""

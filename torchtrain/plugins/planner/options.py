@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from torchtrain.config.schema import Count, CountOrZero, LocalPath, NotNegative, Section
+from torchtrain.config.section import Count, CountOrZero, LocalPath, NotNegative, Section
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from torchtrain.config.schema import CountOrZero, Section, option_of_plugin
+from torchtrain.config.schema import option_of_plugin
+from torchtrain.config.section import CountOrZero, Section
 from torchtrain.errors import ConfigError
 
 if TYPE_CHECKING:  # imports PyTorch

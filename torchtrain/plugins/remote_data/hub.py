@@ -24,11 +24,11 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]
     http_backoff,
 )
 
-from torchtrain.config.schema import SourceConfig
 from torchtrain.datasets.data_identity import DataFile, FileTable, Identity
 from torchtrain.datasets.data_source import SourceContext
 from torchtrain.datasets.file_formats import kind_of, suffixes
 from torchtrain.datasets.local_files import identity_and_key
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.text_input import PAUSES_SECONDS, InputFile, LocalFile, TextFiles
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import TRANSIENT_ERRNOS, is_url

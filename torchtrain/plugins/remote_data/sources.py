@@ -5,10 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchtrain.config.schema import SourceConfig, section_of
+from torchtrain.config.schema import section_of
 from torchtrain.datasets.builtin_sources import has_tokens, open_tokens, require_text
 from torchtrain.datasets.data_source import DataSource, One, SourceContext, SourceType, TextInput
 from torchtrain.datasets.file_formats import kind_of
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.text_input import InputFile, LocalFile, TextFiles
 from torchtrain.files import local_path
 from torchtrain.logging import logger

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from torchtrain.config.schema import Count, CountOrZero, Section
+from torchtrain.config.section import Count, CountOrZero, Section
 
 
 @dataclass(frozen=True)

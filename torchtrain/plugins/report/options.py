@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from torchtrain.config.schema import Section
+from torchtrain.config.section import Section
 
 
 @dataclass(frozen=True)

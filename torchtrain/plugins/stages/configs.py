@@ -13,8 +13,10 @@ from typing import Any
 
 from torchtrain.config.parse import BATCH_SCHEDULE, from_toml, option_of_value
 from torchtrain.config.registry import CONFIG_SECTIONS
-from torchtrain.config.schema import SAME_NUMBER, DataConfig, JobConfig, SourceConfig, flat, section_types, to_dict
+from torchtrain.config.schema import JobConfig, section_types, to_dict
+from torchtrain.config.section import SAME_NUMBER, flat
 from torchtrain.config.tokens import UNITS
+from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.errors import ConfigError
 
 OWN_KEYS = ("name", "steps", "tokens")

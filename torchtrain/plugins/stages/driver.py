@@ -18,10 +18,12 @@ from torchtrain.checkpoint.resume import HeldLease
 from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import checkpoint_storage
 from torchtrain.config.run_plan import OtherPartError, plan_of
-from torchtrain.config.schema import JobConfig, SourceConfig, flat, to_dict
+from torchtrain.config.schema import JobConfig, to_dict
+from torchtrain.config.section import flat
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
 from torchtrain.datasets.build import open_source, source_key
 from torchtrain.datasets.data_source import DataSource, SourceContext, StreamRequest
+from torchtrain.datasets.options import SourceConfig
 from torchtrain.datasets.token_dataset import TokenDataset
 from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.distributed.agreement import on_all_ranks, on_rank0

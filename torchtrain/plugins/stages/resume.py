@@ -9,7 +9,7 @@ import tomli_w
 
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences, joined
 from torchtrain.config.run_plan import OtherPartError
-from torchtrain.config.schema import flat
+from torchtrain.config.section import flat
 from torchtrain.errors import CheckpointError
 from torchtrain.plugins.stages.configs import nested, set_options
 

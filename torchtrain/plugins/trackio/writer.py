@@ -7,7 +7,8 @@ from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 
-from torchtrain.config.schema import JobConfig, Section, require
+from torchtrain.config.schema import JobConfig
+from torchtrain.config.section import Section, require
 from torchtrain.errors import ConfigError, TorchtrainError
 from torchtrain.files import atomic_write
 from torchtrain.logging import logger

@@ -16,7 +16,7 @@ from typing import Annotated
 from torchtrain.cli import command
 from torchtrain.config.command_options import parse_command
 from torchtrain.config.parse import parse
-from torchtrain.config.schema import Count, at_least, check_values
+from torchtrain.config.section import Count, at_least, check_values
 from torchtrain.environment import require_one_process
 from torchtrain.errors import ConfigError
 from torchtrain.logging import output_width, wrapped

@@ -6,9 +6,10 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import combinations
 from typing import Any, get_args, get_type_hints
 
-from torchtrain.config.schema import JobConfig, ParallelismConfig
+from torchtrain.config.schema import JobConfig
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
+from torchtrain.parallelisms.options import ParallelismConfig
 
 AXES = tuple(field.name for field in fields(ParallelDims))
 SCHEDULES: tuple[str, ...] = get_args(get_type_hints(ParallelismConfig)["pipeline_parallel_schedule"])

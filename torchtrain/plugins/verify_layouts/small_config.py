@@ -6,19 +6,16 @@ from typing import Any
 
 import torch
 
+from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.weights import resolve_model_section
-from torchtrain.config.schema import (
-    CheckpointConfig,
-    CompileConfig,
-    EMAConfig,
-    FaultsConfig,
-    JobConfig,
-    LRSchedulerConfig,
-    ValidationConfig,
-)
+from torchtrain.config.schema import JobConfig
 from torchtrain.errors import ConfigError
+from torchtrain.fault_tolerance.options import FaultsConfig
+from torchtrain.metrics.options import ValidationConfig
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import DecoderConfig, spec_of
+from torchtrain.optimizers.options import EMAConfig, LRSchedulerConfig
+from torchtrain.parallelisms.options import CompileConfig
 from torchtrain.plugins.verify_layouts.plain import PlainConfig
 
 LAYERS = 4  # of which interleaved schedules make four stages

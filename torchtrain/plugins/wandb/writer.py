@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtrain.config.schema import JobConfig, Section, require, section_of
+from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.config.section import Section, require
 from torchtrain.errors import ConfigError
 from torchtrain.logging import logger
 from torchtrain.metrics.history import read_run
