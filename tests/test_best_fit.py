@@ -88,7 +88,7 @@ def test_sets_are_from_all_over_the_data_and_independent_of_the_length() -> None
         packed = pack_sets(starts, seq_len, block)
         sets = []
         for begin, end in pairwise(packed.sets.tolist()):
-            parts = [part for window in range(begin, end) for part in packed.parts(window)]
+            parts = [part for window in range(begin, end) for part in packed.intervals(window)]
             sets.append(np.unique(np.concatenate([np.arange(start, start + count) for start, count in parts])))
         found.append(sets)
     assert len(found[0]) == -(-int(starts[-1]) // block) // BLOCKS_OF_A_SET > 10

@@ -193,7 +193,7 @@ def test_checkpoints_that_the_disk_must_hold_are_those_of_all_options(
 
 
 def test_checkpoints_that_no_option_keeps() -> None:
-    """The best are those of each part of the run, and multiples of keep_every need not be those of the interval."""
+    """The best are those of each stage of the run, and multiples of keep_every need not be those of the interval."""
     steps = [3, 6, 9, 12, 15, 18, 21]
     losses = {3: ("", 1.0), 6: ("", 3.0), 9: ("", 2.0), 12: ("anneal", 5.0), 15: ("anneal", 6.0), 30: ("", 0.5)}
     assert not_kept(CheckpointConfig(keep_latest_k=2), steps, {}) == [3, 6, 9, 12, 15]

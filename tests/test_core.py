@@ -382,19 +382,19 @@ registry.URL_READERS.add("here", Here())
 
 @registry.RUN_PLANS.register("halves")
 class Halves(RunPlan):
-    part_name = "half"
+    has_stages = True
     @classmethod
     def divides(cls, config):
         return section_of(config, ExampleConfig).answer == 50
     @cached_property
-    def parts(self):
+    def stages(self):
         def half(name, steps):
             training, schedule = (replace(self.config.training, steps=steps), self.config.lr_scheduler)
             job = replace(self.config.job, stage=name)
             return replace(self.config, job=job, training=training, lr_scheduler=replace(schedule, total_steps=4))
         return [half("first", 2), half("second", 4)]
     def train(self, build):
-        return max(build(half).train() for half in self.parts)
+        return max(build(half).train() for half in self.stages)
 """
 
 

@@ -57,7 +57,7 @@ def test_batches_of_sorted_documents_that_are_packed_are_as_even(seq_len: int, l
     packed = pack_sets(starts, seq_len, block)
     order = packed.order(block, 7)
     windows = [order.window(0, number) for number in range(min(300 * batch, len(packed) // batch * batch))]
-    firsts = np.array([packed.parts(window)[0][0] for window in windows])
+    firsts = np.array([packed.intervals(window)[0][0] for window in windows])
     deviation, neighbors = topics_of_batches(firsts / starts[-1], batch)
     assert 0.8 < deviation < 1.1
     assert neighbors < 0.1
@@ -99,7 +99,7 @@ def test_nothing_is_read_twice_if_the_length_changes_between_groups(before: int,
         order = windows.order(block, 3)
         groups = []
         for begin, end in itertools.pairwise([0, *order.ends(1).tolist()]):
-            parts = [part for number in range(begin, end) for part in windows.parts(order.window(1, number))]
+            parts = [part for number in range(begin, end) for part in windows.intervals(order.window(1, number))]
             # The tokens that are predicted; those of whole documents with the first one.
             covered = [np.arange(start + (not packs), start + count) for start, count in parts]
             groups.append(np.unique(np.concatenate(covered)))

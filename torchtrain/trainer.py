@@ -121,7 +121,7 @@ class Trainer:
         self.device = pick_device(config.job.device)
         run = self.resolve_and_check(config)
         self.init_process_groups(run.config, rendezvous)
-        self.set_config(run)
+        self.complete_config(run)
         self.open_outputs()  # before the data, because text may take hours to tokenize
         self.build_loaders()
         self.create_dump_folder()
@@ -148,8 +148,8 @@ class Trainer:
 
     def init_process_groups(self, config: JobConfig, rendezvous: Rendezvous | None) -> None:
         """Build the ``mesh``, whose dimensions are those along which ranks communicate, and a ``gloo_group`` of all."""
-        # Of a run of several parts also "auto", which undoes the choice of the part before.
-        if config.training.attention_backend != "auto" or plan_of(config).part_name:
+        # Of a run in stages also "auto", which undoes the choice of the stage before.
+        if config.training.attention_backend != "auto" or plan_of(config).has_stages:
             choose_attention_backend(config.training.attention_backend)
         enable_flight_recorder(Path(config.job.dump_folder) / "hangs")
         if config.training.deterministic:
@@ -158,7 +158,7 @@ class Trainer:
         self.mesh = Mesh(self.device, self.parallel_dims, self.build_replicas(config))
         self.gloo_group = gloo_group(self.device, config.comm.init_timeout_seconds)
 
-    def set_config(self, run: ResolvedRun) -> None:
+    def complete_config(self, run: ResolvedRun) -> None:
         """Set ``config``, which from here on includes what may change in the course of a run, such as a revision of the
         data, and what follows from it."""
         self.config = on_rank0(partial(with_pinned_data, run.config, self.saved), self.gloo_group)
@@ -344,7 +344,7 @@ class Trainer:
             loss_group=self.mesh.loss.get_group(),
             tokens_per_step=config.training.global_batch_size * config.training.seq_len,
             tokens_after=self.plan.tokens_after,
-            part=config.job.stage,
+            stage=config.job.stage,
             flops_per_token=flops_per_token(self.model_config, config.training.seq_len),
             peak_flops=peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None,
             start_step=self.start_step,
@@ -421,7 +421,7 @@ class Trainer:
         """Train until ``training.steps``, the end of the data, or a stop request.
 
         Returns the exit code of the process: 0, or that of ``StoppedError`` if the run was stopped before its end. The
-        end of a part of the run is the end of the run only for the last part, or if the data have ended.
+        end of a stage of the run is the end of the run only for the last stage, or if the data have ended.
         """
         self.prepare_dump_folder()
         self.log_beginning()
@@ -435,7 +435,7 @@ class Trainer:
             stopped = self.was_stopped()
             if not stopped:
                 self.export()
-            if stopped or not self.is_between_parts:
+            if stopped or not self.is_between_stages:
                 self.log_end(stopped)
         else:
             self.log_completion()
@@ -474,7 +474,7 @@ class Trainer:
     def was_stopped(self) -> bool:
         """Whether the run was asked to stop, and is not complete."""
         stopped = self.stop.agreed and (self.step < self.config.training.steps or self.misses_validation())
-        if self.is_between_parts:
+        if self.is_between_stages:
             stopped = stopped or self.stop.agree(self.gloo_group)
         return stopped
 
@@ -486,9 +486,9 @@ class Trainer:
                     hook.export(self.step)
 
     def log_completion(self) -> None:
-        """Log that nothing is left of the run, or of its part."""
-        if self.is_between_parts:
-            logger.info("%s %r is complete: step %d", self.plan.part_name, self.config.job.stage, self.step)
+        """Log that nothing is left of the run, or of its stage."""
+        if self.is_between_stages:
+            logger.info("stage %r is complete: step %d", self.config.job.stage, self.step)
         else:
             steps, way = self.config.training.steps, self.plan.way_to_continue
             logger.info("the run is complete: step %d of %d; to continue it, %s", self.step, steps, way)
@@ -601,13 +601,13 @@ class Trainer:
         return not broadcast_from_rank0(lambda: has_validation(file, self.step), self.gloo_group)
 
     @property
-    def is_between_parts(self) -> bool:
-        """Whether the current step is the last of a part of the run that another one follows."""
+    def is_between_stages(self) -> bool:
+        """Whether the current step is the last of a stage of the run that another one follows."""
         return not self.plan.is_last and self.step >= self.config.training.steps
 
     def missing_exports(self) -> list[Hook]:
         """The hooks that have not exported the weights of the current step, the last one."""
-        return [] if self.is_between_parts else self.hooks.missing_exports(self.step)
+        return [] if self.is_between_stages else self.hooks.missing_exports(self.step)
 
     def config_of_run(self) -> JobConfig:
         """The config, with the folder of the run."""

@@ -21,7 +21,7 @@ from torchtrain.checkpoint.resume import History, ResumePoint, check_resume
 from torchtrain.checkpoint.retention import LOSSES, Losses, losses_to_bytes, not_kept, read_losses
 from torchtrain.checkpoint.states import LoaderState, Stager, flatten, load_tensors, save_tensors
 from torchtrain.checkpoint.storage import CheckpointStorage, OutputCopies, WriterLease
-from torchtrain.config.run_plan import OtherPartError
+from torchtrain.config.run_plan import OtherStageError
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.mesh import local
 from torchtrain.errors import CheckpointError, StoppedError, SupersededError, TorchtrainError
@@ -153,8 +153,8 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         try:
             step, damaged = history.latest_valid(self.start.candidates, use)
-        except OtherPartError as error:
-            self._quarantine(history, error.damaged)  # the trainer of that part must not try them again
+        except OtherStageError as error:
+            self._quarantine(history, error.damaged)  # the trainer of that stage must not try them again
             raise
         if step is None:
             history.require_none(config.load_step, damaged)

@@ -35,7 +35,7 @@ from torchtrain.checkpoint.resume_compatibility import (
 from torchtrain.checkpoint.saved_run import read_config_text
 from torchtrain.checkpoint.storage import CheckpointStorage, StoredCheckpoint, WriterLease
 from torchtrain.config.parse import from_text
-from torchtrain.config.run_plan import OtherPartError, plan_of
+from torchtrain.config.run_plan import OtherStageError, plan_of
 from torchtrain.datasets.data_identity import FileTable, as_json, describe_changes, from_json
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.connections import new_gloo_group
@@ -98,7 +98,7 @@ class History:
                 use(step)
             except DamagedError as error:
                 damaged[step] = str(error)
-            except OtherPartError as error:
+            except OtherStageError as error:
                 error.damaged = damaged
                 raise
             else:
@@ -206,7 +206,7 @@ class ResumePoint:
 
 @dataclass
 class HeldLease:
-    """The writer lease that this process holds. The parts of a run share it, so that none takes it from a newer start.
+    """The writer lease that this process holds. The stages of a run share it, so that none takes it from a newer start.
 
     A stage acquires a lease of its own, and only if the process still holds the one of the stage before.
     """
@@ -317,7 +317,7 @@ def check_resume(
     Raises:
         DamagedError: the checkpoint has no config, or a damaged one.
         CheckpointError: the config is incompatible with the checkpoint.
-        OtherPartError: another part of the run has saved the checkpoint.
+        OtherStageError: another stage of the run has saved the checkpoint.
     """
     checkpoint = broadcast_from_rank0(lambda: history.storage.open(step), history.group)
 
@@ -328,20 +328,20 @@ def check_resume(
 
     saved_toml, saved_data, changed_files = broadcast_from_rank0(read, history.group)
     plan = plan_of(from_text(config_toml, "config.toml"))
-    of_part = plan.config_of_saved_part(saved_toml, step, config.allow_changes)
-    if of_part != config_toml:
-        # Sources of the next part come after those of the last.
+    of_stage = plan.config_of_saved_stage(saved_toml, step, config.allow_changes)
+    if of_stage != config_toml:
+        # Sources of the next stage come after those of the last.
         count = len(source_identities(saved_data))
         identity = {
             key: "; ".join(text.split("; ")[:count]) if key.startswith("data.") else text
             for key, text in identity.items()
-            if key != EXCLUDE  # the next part may leave out other documents
+            if key != EXCLUDE  # the next stage may leave out other documents
         }
     for line in check_resume_compatibility(
-        saved_toml, of_part, config.allow_changes, saved_data, identity, changed_files
+        saved_toml, of_stage, config.allow_changes, saved_data, identity, changed_files
     ):
         logger.info(line)
-    if change := rate_change(saved_toml, of_part, step):
+    if change := rate_change(saved_toml, of_stage, step):
         logger.warning(change)
 
 

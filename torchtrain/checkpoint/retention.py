@@ -13,7 +13,7 @@ from torchtrain.files import parse_json
 LOSSES = "validation_losses.json"
 
 Losses = Mapping[int, tuple[str, float]]
-"""By step the validation loss, and the name of the part of the run that validated: other parts have other data."""
+"""By step the validation loss, and the name of the stage of the run that validated: other stages have other data."""
 
 
 def not_kept(config: CheckpointConfig, steps: Sequence[int], losses: Losses) -> list[int]:
@@ -31,12 +31,12 @@ def not_kept(config: CheckpointConfig, steps: Sequence[int], losses: Losses) -> 
             first_after.setdefault(step // config.keep_every, step)
         first_after.pop(0, None)
         kept |= set(first_after.values())
-    by_part: dict[str, list[tuple[float, int]]] = {}
+    by_stage: dict[str, list[tuple[float, int]]] = {}
     for step in losses.keys() & set(steps):
-        part, loss = losses[step]
-        by_part.setdefault(part, []).append((loss, step))
-    for of_part in by_part.values():
-        kept |= {step for _, step in sorted(of_part)[: config.keep_best_k]}
+        stage, loss = losses[step]
+        by_stage.setdefault(stage, []).append((loss, step))
+    for of_stage in by_stage.values():
+        kept |= {step for _, step in sorted(of_stage)[: config.keep_best_k]}
     return [step for step in steps if step not in kept]
 
 
@@ -56,7 +56,7 @@ def read_losses(checkpoint: StoredCheckpoint) -> Losses:
     path = checkpoint.path_of(LOSSES)
     try:
         content = parse_json(read_verified(checkpoint, LOSSES), path, DamagedError)
-        losses = {int(step): (str(part), float(loss)) for step, part, loss in content}
+        losses = {int(step): (str(stage), float(loss)) for step, stage, loss in content}
     except (TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"{path} is not a list of validation losses") from error
     return {step: found for step, found in losses.items() if math.isfinite(found[1])}

@@ -322,7 +322,7 @@ class OptionHints(Protocol):
 
 
 RUN_PLANS = Registry("the name of a plan of runs", of_plugins={"stages": "torchtrain.plugins.stages"})
-"""Subclasses of ``config.run_plan.RunPlan``, which divide a run into parts."""
+"""Subclasses of ``config.run_plan.RunPlan``, which divide a run into stages."""
 
 
 HOOKS = Registry("the name of a hook")

@@ -1,6 +1,6 @@
-"""How a run is divided into parts, each of which is trained with a plain config.
+"""How a run is divided into stages, each of which is trained with a plain config.
 
-A run is one part, unless a plugin divides it: it registers a subclass of ``RunPlan`` in ``config.registry.RUN_PLANS``.
+A run is one stage, unless a plugin divides it: it registers a subclass of ``RunPlan`` in ``config.registry.RUN_PLANS``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from torchtrain.config.schema import JobConfig
 from torchtrain.config.tokens import format_tokens
 
 ResolveOne = Callable[[JobConfig], tuple[JobConfig, Any]]
-"""Resolves the config of one part, apart from the others; also returns the config of its model."""
+"""Resolves the config of one stage, apart from the others; also returns the config of its model."""
 
 
 class RunPlan:
-    """A run of one part, which is the whole run.
+    """A run of one stage, which is the whole run.
 
     Args:
-        config: the config of the run as it is given, for ``resolve`` and ``train``; or the resolved config of a part,
+        config: the config of the run as it is given, for ``resolve`` and ``train``; or the resolved config of a stage,
             from which all other methods know the whole run.
     """
 
-    part_name: ClassVar[str] = ""
-    """What a part is called in messages; empty if there is only one."""
+    has_stages: ClassVar[bool] = False
+    """Whether a run is divided, so that messages name its stages."""
     way_to_continue: ClassVar[str] = "raise training.steps"
     """How a user continues a run that is complete."""
 
@@ -38,78 +38,78 @@ class RunPlan:
         return False
 
     def resolve(self, resolve_one: ResolveOne) -> Sequence[JobConfig]:
-        """The resolved config of each part. ``training.steps`` is its last step, counted from the beginning of the run.
+        """The resolved config of each stage. ``training.steps`` is its last step, from the beginning of the run.
 
         Raises:
-            ConfigError: the options of any part are invalid; one message for all parts.
+            ConfigError: the options of any stage are invalid; one message for all stages.
         """
         return [resolve_one(self.config)[0]]
 
     def train(self, build: Callable[..., Any]) -> int:
-        """Train all parts that are not finished; returns the exit code of the process.
+        """Train all stages that are not finished; returns the exit code of the process.
 
-        ``build`` makes the trainer of a part. See ``Trainer`` for its arguments.
+        ``build`` makes the trainer of a stage. See ``Trainer`` for its arguments.
         """
         return int(build(self.config).train())
 
     @cached_property
-    def parts(self) -> Sequence[JobConfig]:
-        """The resolved config of each part."""
+    def stages(self) -> Sequence[JobConfig]:
+        """The resolved config of each stage."""
         return [self.config]
 
     @property
     def number(self) -> int:
-        """The number of the part with ``config``, from 0."""
-        return [part.job.stage for part in self.parts].index(self.config.job.stage)
+        """The number of the stage with ``config``, from 0."""
+        return [stage.job.stage for stage in self.stages].index(self.config.job.stage)
 
     @property
     def is_last(self) -> bool:
-        """Whether the run ends with the part with ``config``."""
-        return self.number == len(self.parts) - 1
+        """Whether the run ends with the stage with ``config``."""
+        return self.number == len(self.stages) - 1
 
     @property
     def last_step(self) -> int:
         """The last step of the run."""
-        return self.parts[-1].training.steps
+        return self.stages[-1].training.steps
 
     @property
     def longest_seq_len(self) -> int:
-        """The largest ``training.seq_len`` of all parts."""
-        return max(part.training.seq_len for part in self.parts)
+        """The largest ``training.seq_len`` of all stages."""
+        return max(stage.training.seq_len for stage in self.stages)
 
     def first_step(self, number: int) -> int:
-        """The first step of the part ``number``."""
-        return self.parts[number - 1].training.steps + 1 if number else 1
+        """The first step of the stage ``number``."""
+        return self.stages[number - 1].training.steps + 1 if number else 1
 
     def tokens_of(self, number: int) -> int:
-        """The tokens that are trained on in the part ``number``."""
-        training = self.parts[number].training
+        """The tokens that are trained on in the stage ``number``."""
+        training = self.stages[number].training
         return (training.steps + 1 - self.first_step(number)) * training.global_batch_size * training.seq_len
 
     def tokens_after(self, step: int) -> int:
         """The tokens that the run has been trained on after ``step``, which may be beyond its end."""
         tokens, before = 0, 0
-        for part in self.parts:
-            training = part.training
-            last = step if part is self.parts[-1] else training.steps
+        for stage in self.stages:
+            training = stage.training
+            last = step if stage is self.stages[-1] else training.steps
             tokens += max(0, min(step, last) - before) * training.global_batch_size * training.seq_len
             before = training.steps
         return tokens
 
     def banner(self) -> list[tuple[str, str]]:
-        """Label and text of the line about the part with ``config``, if there are several."""
-        if not self.part_name:
+        """Label and text of the line about the stage with ``config``, if there are several."""
+        if not self.has_stages:
             return []
         steps = f"steps {self.first_step(self.number):,} to {self.config.training.steps:,}"
-        place = f"{self.config.job.stage} ({self.number + 1} of {len(self.parts)})"
-        return [(self.part_name, f"{place}: {steps}, {format_tokens(self.tokens_of(self.number))} tokens")]
+        place = f"{self.config.job.stage} ({self.number + 1} of {len(self.stages)})"
+        return [("stage", f"{place}: {steps}, {format_tokens(self.tokens_of(self.number))} tokens")]
 
     def table(self) -> list[tuple[str, ...]]:
-        """A row for each part, below the names of the columns; empty if there is one part."""
+        """A row for each stage, below the names of the columns; empty if there is one stage."""
         return []
 
-    def config_of_saved_part(self, saved_toml: str, step: int, allow_changes: Iterable[str]) -> str:  # noqa: ARG002
-        """The config with which that of the checkpoint of ``step`` is compared: of the same part of this run, as TOML.
+    def config_of_saved_stage(self, saved_toml: str, step: int, allow_changes: Iterable[str]) -> str:  # noqa: ARG002
+        """The config with which that of the checkpoint of ``step`` is compared: of the same stage of this run, as TOML.
 
         Args:
             saved_toml: the resolved config in the checkpoint.
@@ -117,17 +117,17 @@ class RunPlan:
             allow_changes: options that may change the run.
 
         Raises:
-            CheckpointError: the saved part, or one before it, is another one in this run.
-            OtherPartError: the part with ``config`` cannot continue from ``step``.
+            CheckpointError: the saved stage, or one before it, is another one in this run.
+            OtherStageError: the stage with ``config`` cannot continue from ``step``.
         """
         return to_toml(self.config)
 
 
-class OtherPartError(Exception):
-    """The checkpoint of ``step`` belongs to another part of the run than the config."""
+class OtherStageError(Exception):
+    """The checkpoint of ``step`` belongs to another stage of the run than the config."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"step {step} is of another part of the run")
+        super().__init__(f"step {step} is of another stage of the run")
         self.step = step
         self.damaged: Mapping[int, str] = {}
         """Errors of the damaged checkpoints that were tried before, by step."""

@@ -113,8 +113,8 @@ class Section:
     output_files: ClassVar[tuple[str, ...]] = ()
     """Of a plugin: files and folders that it writes to the dump folder, and that are renamed if another run begins
     there."""
-    may_differ_between_parts: ClassVar[bool] = False
-    """Of a plugin: whether the parts of a run, such as stages, may have different options."""
+    may_differ_between_stages: ClassVar[bool] = False
+    """Of a plugin: whether the stages of a run may have different options."""
 
     def check(self, config: Any) -> None:
         """Of a plugin: raise ConfigError if these options do not go with the others of the ``JobConfig``. Called for
@@ -126,7 +126,7 @@ class Section:
 
     def check_data(self) -> None:
         """Of a plugin: raise ConfigError if data that these options name cannot be loaded. Called on each rank before
-        training begins, for the later parts of a run; the first one loads them."""
+        training begins, for the later stages of a run; the first one loads them."""
 
     def next_commands(self, config: Any, path: str) -> Sequence[str]:  # noqa: ARG002
         """Of a plugin: commands that use what a complete run with ``config`` has saved. ``path``: their argument, a

@@ -29,8 +29,8 @@ BLOCKS_OF_A_SET = 32
 class PackedWindows:
     """Windows of whole documents, in sets of documents that are packed together.
 
-    Part ``i`` is the ``tokens[i]`` tokens from ``starts[i]`` on; window ``w`` has the parts from ``firsts[w]`` up to
-    ``firsts[w + 1]``. Set ``s`` has the windows from ``sets[s]`` up to ``sets[s + 1]``.
+    Interval ``i`` is the ``tokens[i]`` tokens from ``starts[i]`` on; window ``w`` has those from ``firsts[w]`` up
+    to ``firsts[w + 1]``. Set ``s`` has the windows from ``sets[s]`` up to ``sets[s + 1]``.
     """
 
     starts: Integers
@@ -46,8 +46,8 @@ class PackedWindows:
         least = LEAST_BLOCKS_OF_A_GROUP // BLOCKS_OF_A_SET
         return WindowOrder(len(self.sets) - 1, self.sets.__getitem__, len(self), seed, least)
 
-    def parts(self, window: int) -> list[tuple[int, int]]:
-        """Start and number of tokens of each part of a window."""
+    def intervals(self, window: int) -> list[tuple[int, int]]:
+        """Start and number of tokens of each interval of a window."""
         own = slice(self.firsts[window], self.firsts[window + 1])
         return list(zip(self.starts[own].tolist(), self.tokens[own].tolist(), strict=True))
 
@@ -73,9 +73,9 @@ def pack_sets(starts: Integers, seq_len: int, block: int) -> PackedWindows:
     for begin, end in pairwise(borders.tolist()):
         own = order[begin:end]
         packed.append(pack(starts[own], lengths[own], seq_len))
-    parts, tokens, counts = (np.concatenate(column) for column in zip(*packed, strict=True))
+    intervals, tokens, counts = (np.concatenate(column) for column in zip(*packed, strict=True))
     sets = np.cumsum([0, *(len(of_set[2]) for of_set in packed)], dtype=np.int64)
-    return PackedWindows(parts, tokens, np.concatenate(([0], counts.cumsum())), sets)
+    return PackedWindows(intervals, tokens, np.concatenate(([0], counts.cumsum())), sets)
 
 
 def pack(starts: Integers, lengths: Integers, seq_len: int) -> tuple[Integers, Integers, Integers]:
@@ -90,7 +90,7 @@ def pack(starts: Integers, lengths: Integers, seq_len: int) -> tuple[Integers, I
         seq_len: the number of tokens that a window predicts.
 
     Returns:
-        Start and number of tokens of each part, and the number of parts of each window.
+        Start and number of tokens of each interval, and the number of intervals of each window.
     """
     size = seq_len + 1
     is_long = lengths > size
@@ -101,10 +101,11 @@ def pack(starts: Integers, lengths: Integers, seq_len: int) -> tuple[Integers, I
     is_short = ~is_long & (lengths > 0)
     order = np.argsort(-lengths[is_short], kind="stable")
     short_starts, short_tokens = starts[is_short][order], lengths[is_short][order]
-    windows = np.array([*range(len(begins)), *_best_fit(tokens, short_tokens, size)], dtype=np.int64)  # of each part
+    # The window of each interval.
+    windows = np.array([*range(len(begins)), *_best_fit(tokens, short_tokens, size)], dtype=np.int64)
     in_windows = np.argsort(windows, kind="stable")
-    parts = np.concatenate((begins, short_starts)), np.concatenate((tokens, short_tokens))
-    return parts[0][in_windows], parts[1][in_windows], np.bincount(windows)
+    intervals = np.concatenate((begins, short_starts)), np.concatenate((tokens, short_tokens))
+    return intervals[0][in_windows], intervals[1][in_windows], np.bincount(windows)
 
 
 def _best_fit(filled: Integers, lengths: Integers, size: int) -> list[int]:

@@ -243,11 +243,11 @@ def _once(config: DataConfig, source: SourceConfig) -> DataConfig:
 def check_data(
     config: JobConfig, tokenizer: Tokenizer, rows: range, opened: dict[str, DataSource | TextInput]
 ) -> list[DataSource | TextInput]:
-    """Open the data of a part of a run without communication, and without tokenizing text that is not in the cache.
+    """Open the data of a stage of a run without communication, and without tokenizing text that is not in the cache.
 
     Args:
         rows: those of one rank.
-        opened: the training data that earlier parts of the run have opened, to which those of this part are added.
+        opened: the training data that earlier stages of the run have opened, to which those of this stage are added.
 
     Returns:
         The sources of training data.

@@ -390,7 +390,7 @@ class Windows(Protocol):
         """The order of the full windows, by blocks of ``block`` tokens."""
         ...
 
-    def parts(self, window: int, /) -> list[Interval]:
+    def intervals(self, window: int, /) -> list[Interval]:
         """The intervals of the sequence that a window consists of."""
         ...
 
@@ -416,7 +416,7 @@ class CutWindows:
 
         return WindowOrder((self.tokens - 1) // block, first_windows, full, seed)  # what is left is in the last group
 
-    def parts(self, window: int) -> list[Interval]:
+    def intervals(self, window: int) -> list[Interval]:
         start = window * self.seq_len
         return [(start, min(self.seq_len + 1, self.tokens - start))]
 
@@ -573,7 +573,7 @@ class TokenStream(Stream):
         if epoch > 0 and not self._repeat:
             return []
         is_full = number < self._order.windows
-        return self._source.intervals(self._windows.parts(self._order.window(epoch, number) if is_full else number))
+        return self._source.intervals(self._windows.intervals(self._order.window(epoch, number) if is_full else number))
 
 
 @functools.lru_cache(8)

@@ -18,16 +18,16 @@ UNDOING = ("start", "rolled_back")
 class Run:
     name: str
     lines: list[dict[str, Any]]  # numbers by step, ascending, each step once
-    starts: list[dict[str, Any]]  # the events "start" of processes, not those of later parts in one process
+    starts: list[dict[str, Any]]  # the events "start" of processes, not those of later stages in one process
     restarts: list[int]
     faults: list[tuple[int, str]]  # step, event
-    borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a part begins, and its name
+    borders: list[tuple[int, str]] = field(default_factory=list)  # the step after which a stage begins, and its name
 
 
 def validation_losses(folder: Path) -> dict[int, tuple[str, float]]:
-    """After each step of the run in ``folder`` that has a finite one, the part of the run and its validation loss.
+    """After each step of the run in ``folder`` that has a finite one, the stage of the run and its validation loss.
 
-    Undone steps do not count. The part is empty if there is only one.
+    Undone steps do not count. The stage is empty if there is only one.
     """
     losses: dict[int, tuple[str, float]] = {}
     try:
@@ -60,7 +60,7 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
     by_step: dict[int, dict[str, Any]] = {}
     starts: list[dict[str, Any]] = []
     restarts, faults = [], []
-    parts: dict[str, int] = {}
+    stages: dict[str, int] = {}
     try:
         content = file.read_bytes()
     except OSError as error:
@@ -74,9 +74,9 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
         if event is None:
             by_step.setdefault(line["step"], {}).update(line)
         elif event in UNDOING:
-            part: Any = line.get("stage")
-            if part is not None:
-                parts.setdefault(part, line["step"])
+            stage: Any = line.get("stage")
+            if stage is not None:
+                stages.setdefault(stage, line["step"])
             if event == "start" and not line.get("same_process"):
                 starts.append(line)
                 if by_step:
@@ -86,6 +86,6 @@ def read_run(path: Path, warn: Callable[[str], None] = logger.warning) -> Run:
             faults.append((line["step"], event))
     if not by_step:
         raise TorchtrainError(f"{file} has no step yet; wait for the first line of the log")
-    borders = [(step, part) for part, step in parts.items()]
+    borders = [(step, stage) for stage, step in stages.items()]
     lines = [by_step[step] for step in sorted(by_step)]
     return Run(file.parent.resolve().name, lines, starts, restarts, faults, borders)

@@ -25,7 +25,7 @@ class RunResults:
     run: Run
     """Its lines of metrics."""
     description: RunDescription
-    """That of the last part of the run, if there are several."""
+    """That of the last stage of the run, if there are several."""
     rows: Sequence[tuple[str, str]]
     """Labels and texts of time, tokens, losses, validation, and checkpoints."""
     next_commands: Sequence[str]
@@ -109,7 +109,7 @@ class Hook:
         """Called on rank 0 in the thread of a save, before copies are stored: bring ``kept_files`` up to date."""
 
     def after_last_step(self) -> None:
-        """Called when the steps of a run, or of a part of it, have ended, also by a stop, but not by an error."""
+        """Called when the steps of a run, or of a stage of it, have ended, also by a stop, but not by an error."""
 
     def misses_export(self, step: int) -> bool:  # noqa: ARG002
         """Whether the weights after ``step``, the last one of the run, are still to be exported.

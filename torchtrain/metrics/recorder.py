@@ -80,7 +80,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     loss_group: dist.ProcessGroup
     tokens_per_step: int  # tokens of the global batch
     tokens_after: Callable[[int], int]  # the number of tokens of the run up to a step
-    part: str = ""  # of the run (``config/run_plan.py``), its name; empty if there is only one
+    stage: str = ""  # of the run (``config/run_plan.py``), its name; empty if there is only one
     flops_per_token: int
     peak_flops: float | None  # of one device; None if unknown
     start_step: int
@@ -92,10 +92,10 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     options: str = ""  # hash of the options that change the run
     data: Mapping[str, str] = field(default_factory=dict)  # identity of data and tokenizer; empty without checkpoints
     hooks: Hooks = field(default_factory=Hooks)
-    same_process: bool = False  # whether this process has trained an earlier part; for the event "start"
+    same_process: bool = False  # whether this process has trained an earlier stage; for the event "start"
 
     def __post_init__(self) -> None:
-        self.part_entry = {"stage": self.part} if self.part else {}
+        self.stage_entry = {"stage": self.stage} if self.stage else {}
         self.validations: list[dict[str, Any]] | None = None  # steps and results so far; read at the first validation
         self.columns: dict[int, int] = {}  # widths in the lines of the log (``step_words``)
         self.unwritten: tuple[int, TokenLoss, Tensor, float] | None  # arguments of ``record``, if it wrote no line
@@ -106,7 +106,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         """Open the writers, and start measuring."""
         self.restart(self.start_step)
         if dist.get_rank() == 0:
-            undone = changes_steps(self.folder / "metrics.jsonl", self.start_step, self.options, self.part)
+            undone = changes_steps(self.folder / "metrics.jsonl", self.start_step, self.options, self.stage)
             self.writers = Writers(self.config, self.folder, self.config_toml, self.start_step, self.run, undone)
             with BestEffort("the first line of metrics.jsonl"):
                 started = {
@@ -114,7 +114,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                     "generation": self.generation,
                     "options": self.options,
                     "data": dict(self.data),
-                    **self.part_entry,
+                    **self.stage_entry,
                     **({"same_process": True} if self.same_process else {}),
                     "ranks": dist.get_world_size(),
                     **device_info(self.device),
@@ -165,7 +165,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         line = {
             "step": step,
             "tokens": self.tokens_after(step),
-            **self.part_entry,
+            **self.stage_entry,
             "loss": total / tokens,
             "loss_max": loss_max,
             **({} if loss.z is None else {"z_loss": z_total / tokens}),
@@ -194,24 +194,24 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def record_values(self, step: int, values: dict[str, float]) -> None:
         """Write more numbers of ``step``, in a line of their own that does not appear in the log."""
         if self.writers is not None:
-            self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.part_entry, **values})
+            self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **values})
 
     def record_validation(self, step: int, results: dict[str, Any]) -> None:
         """Write validation results, whose names begin with ``validation_``: numbers, and samples (``Samples``)."""
         if self.writers is None:
             return
-        self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.part_entry, **results})
+        self.writers.write({"step": step, "tokens": self.tokens_after(step), **self.stage_entry, **results})
         if self.validations is None:
             self.validations = []
             with suppress(TorchtrainError):  # the file could not be written
                 self.validations = read_run(self.folder, lambda _: None).lines
-        # Those of later steps were undone by a rollback, and other parts of the run may have other data.
+        # Those of later steps were undone by a rollback, and other stages of the run may have other data.
         earlier = [
             line
             for line in self.validations
-            if line["step"] < step and line.get("stage", "") == self.part and not results.keys().isdisjoint(line)
+            if line["step"] < step and line.get("stage", "") == self.stage and not results.keys().isdisjoint(line)
         ]
-        self.validations = [*earlier, {"step": step, **self.part_entry, **results}]
+        self.validations = [*earlier, {"step": step, **self.stage_entry, **results}]
         rows = format_validation(results, earlier)
         text = f"\n{aligned(rows, terminal_width())}" if len(rows) > 1 else f" {rows[0][1]}"
         logger.info("validation after step %d:%s", step, text)

@@ -26,7 +26,7 @@ def log_results(config: JobConfig, description: RunDescription, step: int, hooks
 
     Args:
         config: its config.
-        description: that of the last part of the run, if there are several.
+        description: that of the last stage of the run, if there are several.
         step: the last step.
         hooks: they may do more with the results if the run is complete.
         is_complete: the run has ended, and was not stopped before: a run that is stopped has little time left.
@@ -91,17 +91,17 @@ def summarize(run: Run) -> list[tuple[str, str]]:
             f"; mean since the line before {_number(line['loss_mean'])}" for line in (last,) if "loss_mean" in line
         )
         rows.append(("loss", ", ".join(losses) + "".join(means)))
-    rows += sources_by_part(run)
+    rows += sources_by_stage(run)
     names = dict.fromkeys(name for line in run.lines for name in line)
     for name in (name for name in names if LOSS.match(name)):
         found = [(line.get("stage", ""), line["step"], line[name]) for line in run.lines if line.get(name) is not None]
         if found:
-            part, _, last_value = found[-1]
-            # Other parts of the run may have validated on other data.
-            best, at_best = min((value, step) for other, step, value in found if other == part)
+            stage, _, last_value = found[-1]
+            # Other stages of the run may have validated on other data.
+            best, at_best = min((value, step) for other, step, value in found if other == stage)
             label = name.removeprefix("validation_").replace("_", " ")
-            of_part = f" of {part}" if part else ""
-            text = f"{label} {_number(last_value)}, the best{of_part} {_number(best)} after step {at_best:,}"
+            of_stage = f" of {stage}" if stage else ""
+            text = f"{label} {_number(last_value)}, the best{of_stage} {_number(best)} after step {at_best:,}"
             rows.append(("validation", text))
     for name in (name for name in names if TASK.match(name)):
         step, value = next((line["step"], line[name]) for line in reversed(run.lines) if name in line)
@@ -110,23 +110,23 @@ def summarize(run: Run) -> list[tuple[str, str]]:
     return rows
 
 
-def sources_by_part(run: Run) -> list[tuple[str, str]]:
-    """A row for each data source: its tokens and its mean loss in each part (``diagnostics.enable_loss_by_source``)."""
+def sources_by_stage(run: Run) -> list[tuple[str, str]]:
+    """A row for each data source: its tokens and mean loss in each stage (``diagnostics.enable_loss_by_source``)."""
     prefix = "source_tokens_"
-    sums: dict[str, dict[str, list[float]]] = {}  # by source and part: tokens, nats
+    sums: dict[str, dict[str, list[float]]] = {}  # by source and stage: tokens, nats
     for line in run.lines:
         for key in (key for key in line if key.startswith(prefix)):
             source = key.removeprefix(prefix)
             tokens, loss = line[key], line.get(f"source_loss_{source}")
             if loss is not None:
-                of_part = sums.setdefault(source, {}).setdefault(line.get("stage", ""), [0, 0.0])
-                of_part[0] += tokens
-                of_part[1] += tokens * loss
+                of_stage = sums.setdefault(source, {}).setdefault(line.get("stage", ""), [0, 0.0])
+                of_stage[0] += tokens
+                of_stage[1] += tokens * loss
     rows = []
-    for source, parts in sums.items():
+    for source, stages in sums.items():
         texts = [
-            f"{part}{': ' * bool(part)}loss {nats / tokens:.4f} of {format_tokens(tokens)} tokens"
-            for part, (tokens, nats) in parts.items()
+            f"{stage}{': ' * bool(stage)}loss {nats / tokens:.4f} of {format_tokens(tokens)} tokens"
+            for stage, (tokens, nats) in stages.items()
         ]
         rows.append((f"source {source}", "; ".join(texts)))
     return rows

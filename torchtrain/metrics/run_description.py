@@ -62,7 +62,7 @@ def describe_run(
     """Describe the run with the resolved ``config``.
 
     Args:
-        device: what the run trains on; it may be a GPU where there is none, as for ``trainer.check_run``.
+        device: what the run trains on; it may be a GPU where there is none, as for ``resolve.check_run``.
         sources: those of ``config.data``. Only rank 0 asks them for their sizes. That of text is not known.
         start_step: the step from which the run resumes; 0 in a new run.
         resumes_from: what has the state of this step.
@@ -74,7 +74,7 @@ def describe_run(
     steps = plan.last_step
     total = plan.tokens_after(steps)
     parameters = count_parameters(model)
-    whose = "the run " * bool(plan.part_name)
+    whose = "the run " * plan.has_stages
     ratio = f"{total / parameters:.2g}" if total < 100 * parameters else f"{total / parameters:,.0f}"
     length = f"{whose}in {counted(steps, 'step')} {format_tokens(total)}, {ratio} per parameter"
     layout = {axis: degree for axis, degree in asdict(dims).items() if degree > 1}
@@ -123,7 +123,7 @@ def describe_sources(
 ) -> list[dict[str, Any]]:
     """For each source its label, share, size, and the epochs that the run reads of it; None where unknown.
 
-    The share is that of the part of the run with ``config``; the epochs are those of all parts.
+    The share is that of the stage of the run with ``config``; the epochs are those of all stages.
     """
     plan, described = plan_of(config), []
     for number, (source_config, source) in enumerate(zip(config.data.all, sources, strict=True)):
@@ -131,7 +131,7 @@ def describe_sources(
         if rank() == 0:
             with BestEffort(f"the size of {source.name}"):
                 size = source.size(tokenizer)
-        tokens = sum(_share(part.data, number) * plan.tokens_of(index) for index, part in enumerate(plan.parts))
+        tokens = sum(_share(stage.data, number) * plan.tokens_of(index) for index, stage in enumerate(plan.stages))
         described.append(
             {
                 "source": source_config.title or source_config.source_type,
@@ -146,7 +146,7 @@ def describe_sources(
 
 
 def _share(data: DataConfig, number: int) -> float:
-    """The share of source ``number`` in the tokens of the part with ``data``; 0 if only later parts have it."""
+    """The share of source ``number`` in the tokens of the stage with ``data``; 0 if only later stages have it."""
     weights = [source.weight for source in data.all]
     return weights[number] / sum(weights) if number < len(weights) else 0.0
 
@@ -264,7 +264,7 @@ def most_checkpoints(config: JobConfig, start_step: int) -> int:
     options, plan = config.checkpoint, plan_of(config)
     if not options.keep_latest_k:
         return -(-(plan.last_step - start_step) // options.interval)
-    kept = options.keep_latest_k + options.keep_best_k * len(plan.parts)
+    kept = options.keep_latest_k + options.keep_best_k * len(plan.stages)
     if options.keep_every:
         kept += plan.last_step // options.keep_every - start_step // options.keep_every
     return kept + 1

@@ -26,7 +26,7 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
             of_source.setdefault((match[1] or "", match[3] or ""), {})[match[2]] = value
         elif match := SCORE.fullmatch(name):
             scores.append(f"{match[1] or ''}{match[2]}".replace("_", " ") + f" {value:.4g}")
-        elif isinstance(value, int | float):  # of a part that a user has added
+        elif isinstance(value, int | float):  # of a hook
             number = f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
             others.append(f"{name.removeprefix('validation_').replace('_', ' ')} {number}")
     earlier: dict[str, list[tuple[float, int]]] = {}
@@ -52,7 +52,7 @@ def format_validation(results: Mapping[str, Any], lines: Iterable[Mapping[str, A
 
 
 def _has_all_kinds(match: re.Match[str], results: Mapping[str, Any]) -> bool:
-    """Whether ``match`` is a result of a source; a part of a user may return one such as validation_tokens_left."""
+    """Whether ``match`` is a result of a source; a hook may return one such as validation_tokens_left."""
     suffix = f"_{match[3]}" if match[3] else ""
     return all(f"validation_{match[1] or ''}{kind}{suffix}" in results for kind in KINDS)
 

@@ -181,13 +181,12 @@ class JsonLines(MetricsWriter):
 
 def output_names() -> list[str]:
     """Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
-    of_plugins = [
-        name
-        for registry in (METRICS_WRITERS, CONFIG_SECTIONS)
-        for key in registry
-        for name in registry[key].output_files
-    ]
-    return ["config.toml", "metrics.jsonl", *of_plugins, "traces"]
+    names = ["config.toml", "metrics.jsonl", "traces"]
+    for registry in (METRICS_WRITERS, CONFIG_SECTIONS):
+        for key in registry:
+            with suppress(Exception):  # the import of a writer that this run does not use may fail
+                names += registry[key].output_files
+    return names
 
 
 NUMBERED = re.compile(r"[a-z_]+\.([1-9][0-9]*)(?:\.[a-z]+)?")
@@ -249,10 +248,10 @@ def last_start(path: Path) -> dict[str, Any]:
     return last
 
 
-def changes_steps(path: Path, step: int, options: str, part: str = "") -> bool:
-    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options, in the same part.
+def changes_steps(path: Path, step: int, options: str, stage: str = "") -> bool:
+    """Whether ``path`` (metrics.jsonl) has steps after ``step`` of a process with other options, in the same stage.
 
-    ``options`` and ``part``: of the process that now continues from ``step``, as in the events "start".
+    ``options`` and ``stage``: of the process that now continues from ``step``, as in the events "start".
     """
     lines: list[dict[str, Any]] = []
     with suppress(OSError):  # there is none
@@ -269,7 +268,7 @@ def changes_steps(path: Path, step: int, options: str, part: str = "") -> bool:
     starts = [line for line in lines if line.get("event") == "start"]
     before = [start for start in starts if start["step"] <= step][-1:]
     later = [start for start in starts if start["step"] > step]
-    return any(start.get("options") != options for start in (*before, *later) if start.get("stage", "") == part)
+    return any(start.get("options") != options for start in (*before, *later) if start.get("stage", "") == stage)
 
 
 def has_validation(path: Path, step: int) -> bool:

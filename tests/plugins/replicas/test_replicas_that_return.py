@@ -178,7 +178,7 @@ class FailsToReceive(Kill):
         StateTransport.recv_checkpoint = failing  # type: ignore[method-assign]
 
 
-def test_one_rank_does_not_learn_that_the_part_has_ended(references: Any, started: Any, tmp_path: Path) -> None:
+def test_one_rank_does_not_learn_that_the_stage_has_ended(references: Any, started: Any, tmp_path: Path) -> None:
     config = write_config(tmp_path, RAMP)
     reference = references(config=config, ranks=2)
     replicas = started(SHORT, "--comm.train_timeout_seconds=60", ranks=2)

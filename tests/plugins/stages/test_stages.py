@@ -41,7 +41,7 @@ from torchtrain.checkpoint.resume_compatibility import check_resume_compatibilit
 from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.parse import command_line_type, from_text, parse, to_toml
-from torchtrain.config.run_plan import OtherPartError, plan_of
+from torchtrain.config.run_plan import OtherStageError, plan_of
 from torchtrain.config.schema import JobConfig, to_dict
 from torchtrain.config.section import flat, key_of, registries_of
 from torchtrain.datasets.build import open_source
@@ -454,7 +454,7 @@ def test_run_that_ends_before_its_last_stage_is_rejected() -> None:
 
 
 def check(saved: JobConfig, current: JobConfig, step: int) -> list[str]:
-    now = plan_of(current).config_of_saved_part(to_toml(saved), step, ())
+    now = plan_of(current).config_of_saved_stage(to_toml(saved), step, ())
     return check_resume_compatibility(to_toml(saved), now, ())
 
 
@@ -520,7 +520,7 @@ def test_option_of_the_stage_under_way_is_compared_as_in_any_run() -> None:
 def test_checkpoint_of_another_stage_is_not_resumed_from() -> None:
     stages = resolved(BASE + THREE)
     for number, step in ((1, 9), (2, 10), (0, 11)):
-        with pytest.raises(OtherPartError):
+        with pytest.raises(OtherStageError):
             check(stages[stage_of_step(stages, step - 1)], stages[number], step)
 
 
@@ -990,7 +990,7 @@ def test_data_are_streamed_in_the_same_number_of_streams_in_all_stages(tmp_path:
     with pytest.raises(
         DataError,
         match=r"^stage 'batch 128 from 1M': data\..* is streamed in 64 streams with training.global_batch_size = 128, "
-        "and in 48 in an earlier part of the run",
+        "and in 48 in an earlier stage",
     ):
         open_data(config)
 
@@ -1203,7 +1203,7 @@ def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
     def build(*_: object) -> Any:
         model = torch.nn.Linear(1, 1)
         built.append(weakref.ref(model))
-        raise OtherPartError(7)
+        raise OtherStageError(7)
 
     unused: Any = None
     assert _build_or_other_step(build, unused, unused, unused, unused) == 7

@@ -12,7 +12,7 @@ class ComparisonConfig(Section, name="comparison"):
 
     changes_run = False
     output_files = ("fingerprints",)
-    may_differ_between_parts = True
+    may_differ_between_stages = True
 
     fingerprint_steps: tuple[Count, ...] = ()
     """Steps whose tensors are recorded in fingerprints/ for python -m torchtrain.compare (docs/compare.md). These steps

@@ -189,7 +189,7 @@ def changed_options(a: RunFolder, b: RunFolder) -> list[tuple[Difference, list[s
         return [(difference, []) for difference in differences(to_toml(a.config), to_toml(b.config))]
     found: dict[str, tuple[Difference, list[str]]] = {}
     tables = list(zip(a.config.stages, b.config.stages, strict=False))
-    for (x, y), own, other in zip(tables, plan_of(a.config).parts, plan_of(b.config).parts, strict=False):
+    for (x, y), own, other in zip(tables, plan_of(a.config).stages, plan_of(b.config).stages, strict=False):
         # training.steps is the step after which the stage ends.
         ours, theirs = (
             replace(of, stages=(), job=replace(of.job, stage=""), training=replace(of.training, steps=1))

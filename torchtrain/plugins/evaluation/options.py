@@ -22,7 +22,7 @@ class EvaluationConfig(Section, name="evaluation"):
     """Samples and scores of tasks at each validation."""
 
     changes_run = False
-    may_differ_between_parts = True
+    may_differ_between_stages = True
 
     prompts: tuple[str, ...] = ()
     """Prompts that the model continues at each validation: samples for the log, TensorBoard and report.md. The same

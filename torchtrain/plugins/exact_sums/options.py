@@ -17,7 +17,7 @@ class ExactSumsConfig(Section, name="exact_sums"):
     """Communication of training.sums = "exact"."""
 
     changes_run = False
-    may_differ_between_parts = True
+    may_differ_between_stages = True
 
     transport: Literal["auto", "ring", "all_to_all"] = "auto"
     """How training.sums = "exact" communicates gradients. ring: the backend's reduce-scatter of 8-byte integers;

@@ -287,11 +287,11 @@ def split_at(window: Tensor, bos_id: int | None, source: str) -> list[Piece]:
 @contextmanager
 def trainer_before(run: RunStep) -> Iterator[tuple[Trainer, Weights]]:
     """A context manager for a trainer with the weights before the step, whose next batch is that of the step."""
-    first = run.plan.first_step(run.part)
+    first = run.plan.first_step(run.stage)
     start = run.checkpoint_step
     if start < first - 1:
         raise CheckpointError(
-            f"no checkpoint of the steps {first - 1} to {run.step - 1} is left, and step {run.step} is in the part of "
+            f"no checkpoint of the steps {first - 1} to {run.step - 1} is left, and step {run.step} is in the stage of "
             f"the run that begins with step {first}: its weights cannot be restored. Its documents are listed with "
             "--without_weights"
         )

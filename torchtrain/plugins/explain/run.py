@@ -32,7 +32,7 @@ from torchtrain.plugins.report.options import ReportConfig
 class RunStep:
     """A step of the run in ``folder``.
 
-    ``config`` is that of the step's part of the run, as it was trained. ``rows`` are the rows to explain.
+    ``config`` is that of the step's stage of the run, as it was trained. ``rows`` are the rows to explain.
     """
 
     folder: Path
@@ -45,9 +45,9 @@ class RunStep:
     """The identity of the data of the step (``DataLoader.identity``), if a checkpoint after it has it."""
 
     @property
-    def part(self) -> int:
-        """The number of the part of the run that the step is in."""
-        return part_of(self.plan, self.step)
+    def stage(self) -> int:
+        """The number of the stage of the run that the step is in."""
+        return stage_of(self.plan, self.step)
 
     @property
     def checkpoint_step(self) -> int:
@@ -79,23 +79,23 @@ def open_run(folder: str, step: int, rows: Sequence[int]) -> RunStep:
         checkpoint = storage.open(after)
         config = read_config(checkpoint)
     plan = plan_of(config)
-    if after is not None and part_of(plan, after) == part_of(plan, step):
+    if after is not None and stage_of(plan, after) == stage_of(plan, step):
         identity = read_manifest(checkpoint).data
-    config = plan.parts[part_of(plan, step)]
+    config = plan.stages[stage_of(plan, step)]
     batch = config.training.global_batch_size
     if bad := [row for row in rows if not 0 <= row < batch]:
         raise ConfigError(f"--rows {bad[0]} must be from 0 to {batch - 1}, the last row of the global batch")
     return RunStep(path, config, plan, storage, step, sorted(set(rows)) or range(batch), identity)
 
 
-def part_of(plan: RunPlan, step: int) -> int:
-    """The number of the part of a run that ``step`` is in."""
-    ends = [part.training.steps for part in plan.parts]
+def stage_of(plan: RunPlan, step: int) -> int:
+    """The number of the stage of a run that ``step`` is in."""
+    ends = [stage.training.steps for stage in plan.stages]
     return next(number for number, end in enumerate(ends) if step <= end)
 
 
 def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
-    """The config of a part of a run, to train the same steps in this process, without outputs."""
+    """The config of a stage of a run, to train the same steps in this process, without outputs."""
     longest = max(config.data.longest_seq_len, plan_of(config).longest_seq_len)
     return replace(
         config,
@@ -139,17 +139,17 @@ def loader_before(run: RunStep) -> tuple[DataLoader, Tokenizer]:
     """
     tokenizer = load_tokenizer(run.config.model.tokenizer_path)
     position = _saved_position(run)
-    for number in range(part_of(run.plan, position.step + 1) if position else 0, run.part + 1):
+    for number in range(stage_of(run.plan, position.step + 1) if position else 0, run.stage + 1):
         loader = _open_loader(run.plan, number, tokenizer)
         if position is not None:
             _resume(loader, position)
             if run.identity is None and position.step >= run.plan.first_step(number):
                 _require_same_data(loader, position.identity, f"the checkpoint of step {position.step}")
-        if number == run.part and run.identity is not None:
+        if number == run.stage and run.identity is not None:
             _require_same_data(loader, run.identity, f"the first checkpoint after step {run.step - 1}")
         step = position.step if position else 0
-        last = run.step - 1 if number == run.part else run.plan.parts[number].training.steps
-        if run.plan.parts[number].data.when_exhausted == "repeat" and skip(loader, last - step):
+        last = run.step - 1 if number == run.stage else run.plan.stages[number].training.steps
+        if run.plan.stages[number].data.when_exhausted == "repeat" and skip(loader, last - step):
             step = last
         while step < last:
             if next(loader, None) is None:
@@ -174,7 +174,7 @@ def skip(loader: DataLoader, steps: int) -> bool:
 
 
 def _open_loader(plan: RunPlan, number: int, tokenizer: Tokenizer) -> DataLoader:
-    config, training = plan.parts[number], plan.parts[number].training
+    config, training = plan.stages[number], plan.stages[number].training
     return build_dataloader(
         replace(config.data, prefetch=0),
         tokenizer,

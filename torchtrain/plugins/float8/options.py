@@ -11,7 +11,7 @@ from torchtrain.config.section import Section, require
 class Float8Config(Section, name="float8"):
     """Linear layers in float8 on GPUs."""
 
-    may_differ_between_parts = True
+    may_differ_between_stages = True
 
     recipe: Literal["none", "tensorwise", "rowwise"] = "none"
     """Compute the linear layers of the blocks in float8. tensorwise: one scale per tensor, faster, and tensor

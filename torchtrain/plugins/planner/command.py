@@ -54,8 +54,8 @@ def run(config: JobConfig) -> int:
             f"estimate.replicas = {options.replicas} must divide the number of GPUs, estimate.world_size = "
             f"{resolve_world_size(config)}"
         )
-    if plan_of(config).part_name:
-        return run_parts(config)
+    if plan_of(config).has_stages:
+        return estimate_stages(config)
     if options.search:
         return run_search(config)
     if options.picture:
@@ -87,8 +87,8 @@ def print_wrapped(text: str) -> None:
     sys.stdout.write("".join(f"{wrapped(line, width)}\n" for line in text.split("\n")))
 
 
-def run_parts(config: JobConfig) -> int:
-    """Print an estimate of each part of a run, such as its stages, and of the whole run, and return 0.
+def estimate_stages(config: JobConfig) -> int:
+    """Print an estimate of each stage of a run, and of the whole run, and return 0.
 
     Raises:
         ConfigError: stages are invalid, or an option describes only a run without stages.

@@ -109,10 +109,10 @@ class StreamedText(DataSource):
 
     def stream(self, request: StreamRequest) -> Stream:
         readers = number_of_readers(self._streams, request.global_batch_size)
-        if readers != self.readers:  # in another part of the run
+        if readers != self.readers:  # in another stage of the run
             raise DataError(
                 f"{self.name} is streamed in {readers} streams with training.global_batch_size = "
-                f"{request.global_batch_size}, and in {self.readers} in an earlier part of the run, whose positions it "
+                f"{request.global_batch_size}, and in {self.readers} in an earlier stage, whose positions it "
                 "continues: set remote_data.streams to a number that divides all batch sizes, or tokenize the data "
                 "first (torchtrain.prepare)"
             )

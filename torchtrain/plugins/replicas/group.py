@@ -18,7 +18,7 @@ import xxhash
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented
 
-from torchtrain.config.run_plan import OtherPartError
+from torchtrain.config.run_plan import OtherStageError
 from torchtrain.distributed.agreement import broadcast_from_rank0, gather_from_all_ranks
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
@@ -202,8 +202,8 @@ class ReplicaGroup(Replicas):
         load: Callable[[Mapping[str, Tensor]], None],
         *,
         run: str,
-        part: int,
-        end_of_part: Callable[[int], int],
+        stage: int,
+        end_of_stage: Callable[[int], int],
         options: int,
         group: dist.ProcessGroup,
     ) -> None:
@@ -213,8 +213,8 @@ class ReplicaGroup(Replicas):
             state: returns this rank's part of all state, for a replica that joins.
             load: loads what ``state`` returns on the rank of the same number of another replica.
             run: the id of the run, 32 hexadecimal digits.
-            part: the number of the part of the run, from 0.
-            end_of_part: returns the last step of the part with a number.
+            stage: the number of the stage of the run, from 0.
+            end_of_stage: returns the last step of the stage with a number.
             options: see ``Member``.
             group: a gloo group of all ranks of this replica.
         """
@@ -226,13 +226,13 @@ class ReplicaGroup(Replicas):
         from torchtrain.plugins.replicas.transport import SumGroup
 
         def loaded(values: Mapping[str, Tensor]) -> None:
-            if self.progress[0] == self._part:
+            if self.progress[0] == self._stage:
                 load(values)
             self._has_loaded = True
 
         config = self.config
         self.run, self.options, self._group = run, options, group
-        self._part, self._end_of_part = part, end_of_part
+        self._stage, self._end_of_stage = stage, end_of_stage
         host = broadcast_from_rank0(lambda: config.host or socket.gethostname(), group)
         # A store of its own: that of torchrun outlives the ranks, and would have the addresses of dead ones.
         self._store: Any = None
@@ -251,7 +251,7 @@ class ReplicaGroup(Replicas):
             raise StorageError(f"replicas.lighthouse = {config.lighthouse!r} does not answer: {why}") from error
         self._client = self._manager._client = RecordedQuorum(self._manager._client)
         self._met = set()
-        self.progress = part, 0, 0, 0
+        self.progress = stage, 0, 0, 0
 
     def _build_manager(
         self, loaded: Callable[..., None], state: Callable[[], Mapping[str, Tensor]], host: str, port: int
@@ -305,9 +305,9 @@ class ReplicaGroup(Replicas):
 
     @progress.setter
     def progress(self, progress: tuple[int, int, int, int]) -> None:
-        part, beginning, rollbacks, step = progress
+        stage, beginning, rollbacks, step = progress
         assert max(beginning // BEGINNINGS, rollbacks // ROLLBACKS, step // STEPS) == 0, progress
-        number = ((part * BEGINNINGS + beginning) * ROLLBACKS + rollbacks) * STEPS + step
+        number = ((stage * BEGINNINGS + beginning) * ROLLBACKS + rollbacks) * STEPS + step
         self._manager.load_state_dict({"step": number, "batches_committed": 0})
 
     @property
@@ -355,7 +355,7 @@ class ReplicaGroup(Replicas):
 
         Raises:
             StorageError: the lighthouse does not answer, or the other replicas do not come.
-            OtherPartError: another one is in a later part of the run.
+            OtherStageError: another one is in a later stage of the run.
             SupersededError: another process of this replica has started later.
         """
         self._agree()
@@ -397,14 +397,14 @@ class ReplicaGroup(Replicas):
                     f"another process of the replica {self.config.own_id!r} has started later and takes its place: "
                     "this one ends. Each replica needs a name of its own (replicas.id)"
                 )
-            part = int(last[0])
-            if part > self._part:
-                raise OtherPartError(self._end_of_part(part - 1))
+            stage = int(last[0])
+            if stage > self._stage:
+                raise OtherStageError(self._end_of_stage(stage - 1))
             if not torch.equal(first, last):
                 # Only some ranks have got the state of another replica: it is asked for again. What this one has now is
                 # the state of no step, which nobody may take.
                 is_torn, failed = True, True
-                self.progress, self.is_alone = (self._part, 0, 0, 0), False
+                self.progress, self.is_alone = (self._stage, 0, 0, 0), False
             elif not (is_torn and some_not_loaded):
                 is_torn = False
             elif not failed:

@@ -32,8 +32,8 @@ class Note:
     process: int
     """Higher for a process of the replica that has started later."""
     host: str = ""
-    part: int = 0
-    """The number of the part of the run."""
+    stage: int = 0
+    """The number of the stage of the run."""
     beginning: int = 0
     """The newest beginning of the run that it knows."""
     lives: bool = False
@@ -47,7 +47,7 @@ class Note:
             note = Note(**(json_object(content) or {}))
         except TypeError:
             return None
-        bounds = ((note.process, 1 << 62), (note.part, 1 << 8), (note.beginning, BEGINNINGS))
+        bounds = ((note.process, 1 << 62), (note.stage, 1 << 8), (note.beginning, BEGINNINGS))
         return note if all(isinstance(number, int) and 0 <= number < end for number, end in bounds) else None
 
 
@@ -59,7 +59,7 @@ class Presence:
         beginning: the newest beginning of the run in any note.
     """
 
-    def __init__(self, storage: CheckpointStorage, own_id: str, part: int) -> None:
+    def __init__(self, storage: CheckpointStorage, own_id: str, stage: int) -> None:
         self.storage = storage
         self._seen: dict[str, tuple[bytes, float]] = {}  # by name, the content, and when it was first read
         self._notes: dict[str, Note] = {}
@@ -67,14 +67,14 @@ class Presence:
         self._thread: threading.Thread | None = None
         self._best_effort = BestEffort("the note that this replica lives")
         self.beginning = self.process = 0
-        self._own_id, self._part = own_id, part
+        self._own_id, self._stage = own_id, stage
         self.others()
         earlier = [note.process for note in self._notes.values() if note.id == own_id]
         self.process = max([time.time_ns(), *(number + 1 for number in earlier)])
-        self._note = Note(own_id, self.process, socket.gethostname(), part)
+        self._note = Note(own_id, self.process, socket.gethostname(), stage)
 
     def others(self) -> list[str]:
-        """The replicas, by ``replicas.id``, that have the state of this or a later part of the run and live, or may.
+        """The replicas, by ``replicas.id``, that have the state of this or a later stage of the run and live, or may.
 
         Raises:
             StorageError: the notes cannot be read.
@@ -89,7 +89,7 @@ class Presence:
             note.id
             for name, note in self._notes.items()
             if note.lives
-            and note.part >= self._part
+            and note.stage >= self._stage
             and (note.id, note.process) != (self._own_id, self.process)
             and now - self._seen[name][1] < DEAD_SECONDS
         )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torchtrain.checkpoint.resume_compatibility import hash_of_changes
 from torchtrain.checkpoint.states import flatten
 from torchtrain.config.parse import to_toml
-from torchtrain.config.run_plan import OtherPartError
+from torchtrain.config.run_plan import OtherStageError
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
@@ -66,7 +66,7 @@ class ReplicaTrainer(Trainer):
         self.files = RunFiles(self.folder_of_all, own_folder, self.open_writers, self.restore_run_files)
         checkpoints = config.checkpoint.location(self.folder_of_all.absolute())
         self.options = _hash(config)
-        self.part_has_ended = False
+        self.stage_has_ended = False
         self.presence: Presence | None = None  # on rank 0
         self._postponed_save = -1  # the step of a save that waits until it is known who leads; -1: none
         super().__init__(
@@ -163,8 +163,8 @@ class ReplicaTrainer(Trainer):
             self.live_state,
             self.load_live_state,
             run=self.checkpointer.lease.run,
-            part=self.plan.number,
-            end_of_part=lambda number: self.plan.first_step(number + 1) - 1,
+            stage=self.plan.number,
+            end_of_stage=lambda number: self.plan.first_step(number + 1) - 1,
             options=self.options,
             group=self.gloo_group,
         )
@@ -175,7 +175,7 @@ class ReplicaTrainer(Trainer):
             else:
                 self.announce()
         except BaseException as error:
-            if isinstance(error, OtherPartError):
+            if isinstance(error, OtherStageError):
                 self.group.close()
             self.close_presence()
             raise
@@ -319,7 +319,7 @@ class ReplicaTrainer(Trainer):
     def run_steps(self) -> None:
         try:
             super().run_steps()
-            while self.step >= self.config.training.steps and not self.part_has_ended:
+            while self.step >= self.config.training.steps and not self.stage_has_ended:
                 self.wait_for_last_save()
                 if self.step >= self.config.training.steps:
                     break
@@ -358,7 +358,7 @@ class ReplicaTrainer(Trainer):
         else:
             self.agree_on_members(self.replica_config.min)
         self._has_begun = False
-        if self.part_has_ended or self.stop.agreed:
+        if self.stage_has_ended or self.stop.agreed:
             return
         self.follow_progress()
         if self._postponed_save == self.step:
@@ -397,7 +397,7 @@ class ReplicaTrainer(Trainer):
     def agree_on_members(self, at_least: int = 1) -> None:
         """Ask for the members until there are so many or this replica is to stop, and log who has come and gone.
 
-        This replica may have missed the end of its part of the run, after which the others continue with the next one.
+        This replica may have missed the end of its stage of the run, after which the others continue with the next one.
         """
         # Validation leaves some parameters gathered. Sending the state shards them again on the ranks that send it, and
         # only these would gather them in the next forward. A rank that takes a state would use those before it.
@@ -407,10 +407,10 @@ class ReplicaTrainer(Trainer):
         before = self.group.members
         try:
             is_complete = self.group.begin(at_least)
-        except OtherPartError:
+        except OtherStageError:
             self.group.close()  # the others do not wait for it
-            logger.info("replicas: the others are in a later %s", self.plan.part_name)
-            self.part_has_ended, self.step = True, self.config.training.steps
+            logger.info("replicas: the others are in a later stage")
+            self.stage_has_ended, self.step = True, self.config.training.steps
             self.follow_leadership()
             return
         self.record_members(before)
@@ -421,7 +421,7 @@ class ReplicaTrainer(Trainer):
 
     def follow_leadership(self) -> None:
         """Write the run's files if this replica leads; one that led and hung leads no longer."""
-        leads = self.group.is_leader and not self.part_has_ended
+        leads = self.group.is_leader and not self.stage_has_ended
         if rank() == 0:
             if self.group.has_joined:
                 self.files.update(False)
@@ -511,7 +511,7 @@ class ReplicaTrainer(Trainer):
         # One that was asked to stop may have left for a regular save of the same step.
         if last and not self.group.has_left and self.has_hung():
             self.agree_on_members()
-            if self.part_has_ended or not self.group.is_leader or self.group.step != self.step:
+            if self.stage_has_ended or not self.group.is_leader or self.group.step != self.step:
                 return False
         if rank() == 0:  # others leave after the last save, and do not add what this one may not write any more
             self.files.update(True)
@@ -546,7 +546,7 @@ class ReplicaTrainer(Trainer):
             return
         while all(member.saved != self.step for member in self.group.members):
             self.agree_on_members()
-            if self.part_has_ended:
+            if self.stage_has_ended:
                 return
             if self.group.step < self.step:
                 self.follow_progress()
@@ -557,7 +557,7 @@ class ReplicaTrainer(Trainer):
 
     def roll_back(self) -> None:
         """The replica that leads loads the checkpoint. It is ahead then, and the others take its state."""
-        part, beginning, rollbacks, _ = self.group.progress
+        stage, beginning, rollbacks, _ = self.group.progress
         while self.group.progress[1:3] == (beginning, rollbacks):
             self.forget_superseded_save()
             may_be_late = self.group.is_leader and self.has_hung()
@@ -565,11 +565,11 @@ class ReplicaTrainer(Trainer):
             if self.group.is_leader and not may_be_late:
                 self.checkpointer.take_lease(self.step)
                 super().roll_back()
-                self.group.progress = part, beginning, rollbacks + 1, self.step
+                self.group.progress = stage, beginning, rollbacks + 1, self.step
                 self._has_begun = self.group.is_rolling_back = False
                 return
             self.agree_on_members()
-            if self.part_has_ended:
+            if self.stage_has_ended:
                 return
             self._has_begun = True
         self.group.is_rolling_back = False

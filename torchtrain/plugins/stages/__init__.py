@@ -13,9 +13,9 @@ from torchtrain.config.schema import JobConfig
 
 @RUN_PLANS.register("stages")
 class StagePlan(RunPlan):
-    """A run whose parts are stages: tables ``[[stages]]``, or the batch sizes of a schedule."""
+    """A run in stages: tables ``[[stages]]``, or the batch sizes of a schedule."""
 
-    part_name = "stage"
+    has_stages = True
     way_to_continue = "add a stage"
 
     @classmethod
@@ -33,7 +33,7 @@ class StagePlan(RunPlan):
         return train_in_stages(self.config, build)
 
     @cached_property
-    def parts(self) -> Sequence[JobConfig]:
+    def stages(self) -> Sequence[JobConfig]:
         from torchtrain.plugins.stages.configs import stage_configs
 
         return [replace(own, stages=self.config.stages) for own in stage_configs(self.config)]
@@ -43,7 +43,7 @@ class StagePlan(RunPlan):
 
         return stage_table(self)
 
-    def config_of_saved_part(self, saved_toml: str, step: int, allow_changes: Iterable[str]) -> str:
+    def config_of_saved_stage(self, saved_toml: str, step: int, allow_changes: Iterable[str]) -> str:
         from torchtrain.plugins.stages.resume import config_of_saved_stage
 
         return config_of_saved_stage(saved_toml, to_toml(self.config), step, allow_changes)

@@ -154,7 +154,7 @@ def _may_differ(option: str) -> bool:
     """Whether stages may have different values of ``option``."""
     section = option.split(".")[0]
     if section in CONFIG_SECTIONS:
-        return bool(CONFIG_SECTIONS[section].may_differ_between_parts)
+        return bool(CONFIG_SECTIONS[section].may_differ_between_stages)
     return any(prefix in MAY_DIFFER for prefix in _prefixes(option))
 
 

@@ -17,7 +17,7 @@ import torch
 from torchtrain.checkpoint.resume import HeldLease
 from torchtrain.checkpoint.saved_run import SavedRun
 from torchtrain.checkpoint.storage import checkpoint_storage
-from torchtrain.config.run_plan import OtherPartError, plan_of
+from torchtrain.config.run_plan import OtherStageError, plan_of
 from torchtrain.config.schema import JobConfig, to_dict
 from torchtrain.config.section import flat
 from torchtrain.config.tokens import format_tokens, parse_tokens, with_decay_ratio
@@ -268,7 +268,7 @@ def _build_or_other_step(
     """
     try:
         return build(stage, rendezvous, stop, held)
-    except OtherPartError as error:
+    except OtherStageError as error:
         return error.step
 
 

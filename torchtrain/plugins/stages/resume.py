@@ -8,7 +8,7 @@ import tomli
 import tomli_w
 
 from torchtrain.checkpoint.resume_compatibility import Difference, Kind, differences, joined
-from torchtrain.config.run_plan import OtherPartError
+from torchtrain.config.run_plan import OtherStageError
 from torchtrain.config.section import flat
 from torchtrain.errors import CheckpointError
 from torchtrain.plugins.stages.configs import nested, set_options
@@ -22,7 +22,7 @@ def config_of_saved_stage(saved_toml: str, current_toml: str, step: int, allow_c
 
     Raises:
         CheckpointError: an earlier stage has changed, or this one is now shorter than ``step``.
-        OtherPartError: the checkpoint is not one from which the current stage can continue.
+        OtherStageError: the checkpoint is not one from which the current stage can continue.
     """
     saved, current = tomli.loads(saved_toml), tomli.loads(current_toml)
     stages = current["stages"]
@@ -58,7 +58,7 @@ def config_of_saved_stage(saved_toml: str, current_toml: str, step: int, allow_c
         )
     own = [table["name"] for table in stages].index(current["job"]["stage"])
     if not (ends[own - 1] if own else 0) <= step <= ends[own]:
-        raise OtherPartError(step)
+        raise OtherStageError(step)
     return _config_of_stage(current, number)
 
 

@@ -13,7 +13,7 @@ COLUMNS = ("stage", "steps", "tokens", "batch", "length", "learning rate", "data
 def stage_table(plan: RunPlan) -> list[tuple[str, ...]]:
     """A row for each stage of a run, below the names of the columns."""
     rows: list[tuple[str, ...]] = [COLUMNS]
-    for number, own in enumerate(plan.parts):
+    for number, own in enumerate(plan.stages):
         training, first = own.training, plan.first_step(number)
         rows.append(
             (
