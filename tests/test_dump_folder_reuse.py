@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from forked_run import ForkedRun, finish, patched_loss
 
+from torchtrain.config.registry import METRICS_WRITERS
 from torchtrain.metrics.writers import numbered, rename_files_of_other_run
 
 OFF = ("--checkpoint.no-enable", "--metrics.enable_tensorboard", "--training.steps")
@@ -100,3 +101,12 @@ def test_files_without_a_run_id_belong_to_the_run_if_it_resumes(tmp_path: Path, 
     assert files(tmp_path) == others | (kept if resumed else {numbered(name, 12) for name in kept})
     rename_files_of_other_run(tmp_path / "new", "x", resumed)
     assert not (tmp_path / "new").exists()
+
+
+def test_writer_that_cannot_be_imported_does_not_keep_files_of_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(METRICS_WRITERS._entries, "broken", "package_that_is_missing:Writer")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"event": "start", "step": 0, "run": "a"}) + "\n")
+    rename_files_of_other_run(tmp_path, "b", resumed=False)
+    assert files(tmp_path) == {"metrics.1.jsonl"}

@@ -26,6 +26,7 @@ from torchtrain.config.section import SAME_NUMBER, flat, key_of
 from torchtrain.config.urls import local_copy
 from torchtrain.errors import ConfigError
 from torchtrain.files import MISSING, printable, read_file
+from torchtrain.logging import logger
 
 Section = TypeVar("Section")
 
@@ -236,7 +237,13 @@ def unset_replaced(defaults: JobConfig, argv: Sequence[str]) -> None:
                 options = getattr(defaults, section)
                 vars(options)[key] = getattr(type(options)(), key)
     names_data = not given.isdisjoint(("data.path", "data.name", "data.type"))
-    if names_data and "data.held_out" not in given and not (defaults.data.is_set or defaults.data.sources):
+    of_default_data = defaults.data.held_out and not (defaults.data.is_set or defaults.data.sources)
+    if names_data and of_default_data and "data.held_out" not in given:
+        logger.info(
+            "data.held_out = %s of the config file is for its own data, and the command line names others: set "
+            "--data.held_out to validate on a share of them",
+            defaults.data.held_out,
+        )
         vars(defaults.data)["held_out"] = 0.0
 
 

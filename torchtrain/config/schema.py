@@ -50,7 +50,8 @@ class JobSection(Section, name="job"):
     """Description of the run, saved with the resolved config."""
     import_: tuple[str, ...] = ()
     """Python modules to import before the config is read, such as ["my_package.my_module"]: they register models,
-    optimizers and other components of your own (docs/extending.md)."""
+    optimizers and other components of your own (docs/extending.md). On the command line they replace those of the
+    file."""
     disable_plugins: tuple[str, ...] = ()
     """Plugins to turn off, such as ["report"], by the names of their folders in torchtrain/plugins or of their entry
     points (docs/plugins.md): their components, sections and hooks are hidden."""

@@ -54,7 +54,8 @@ class SourceConfig(Section):
     docstrings), standard_library_prose (the English sentences in them and in pydoc's pages), or one that a module in
     job.import registers (docs/extending.md). Empty: files or remote_files if path is set, hub if name is set."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[data.options]: options of a registered type."""
+    """[data.options]: options of a registered type. Set them in the config file; the command line can then
+    change them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -56,8 +56,8 @@ class OptimizerConfig(Section, name="optimizer"):
     """dtype in which optimizer states, such as AdamW's two means, are stored between steps. bfloat16 halves
     them; the update is computed in float32. A beta2 above 0.99 then hardly changes the second mean."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[optimizer.options.NAME]: options of the optimizer NAME, unless it is adamw (docs/optimizers.md). Set them in a
-    TOML file."""
+    """[optimizer.options.NAME]: options of the optimizer NAME, unless it is adamw (docs/optimizers.md). Set them in
+    the config file; the command line can then change them."""
     hidden: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
     """[optimizer.hidden]: the blocks' matrices."""
     embedding: ParameterGroupConfig = field(default_factory=ParameterGroupConfig)
@@ -106,7 +106,8 @@ class LRSchedulerConfig(Section, name="lr_scheduler"):
     """Shape of the decay, or a schedule that a module in job.import registers. constant: no decay, the peak learning
     rate after the warm-up."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
-    """[lr_scheduler.options]: options of a registered decay_type."""
+    """[lr_scheduler.options]: options of a registered decay_type. Set them in the config file; the command line can
+    then change them."""
     start_step: CountOrZero = 0
     """Step after which the schedule begins; warm-up and decay are parts of the steps from there to total_steps. Set for
     a stage with a schedule of its own."""

@@ -267,7 +267,7 @@ def begins_with_bos(folder: StoredCheckpoint | Path, tokenizer: Tokenizer) -> bo
 
 
 def check_tokenizer(checkpoint: StoredCheckpoint, tokenizer: Tokenizer, path: str) -> None:
-    """Raise CheckpointError where ``tokenizer``, which lies in ``path`` now, is not that of the run that made
+    """Raise CheckpointError where ``tokenizer``, which is in ``path`` now, is not that of the run that made
     ``checkpoint``."""
     saved = read_manifest(checkpoint).data.get("model.tokenizer_path", tokenizer.identity)
     if saved != tokenizer.identity:
