@@ -62,7 +62,7 @@ def check_same_architecture(
 
 
 def require_one_kind(folder: StoredCheckpoint | Path, weights: str) -> None:
-    """Raise CheckpointError where ``weights`` are asked for that only a run has, of ``folder``, which is not one's."""
+    """Raise CheckpointError unless ``weights`` is "trained": ``folder`` is not of a run, and only runs have others."""
     if weights != "trained":
         raise CheckpointError(f"{folder} has one set of weights; {weights!r} needs the checkpoints of a run")
 

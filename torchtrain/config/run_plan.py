@@ -109,7 +109,7 @@ class RunPlan:
         return []
 
     def config_of_saved_stage(self, saved_toml: str, step: int, allow_changes: Iterable[str]) -> str:  # noqa: ARG002
-        """The config with which that of the checkpoint of ``step`` is compared: of the same stage of this run, as TOML.
+        """What the config in the checkpoint of ``step`` is compared with: the config of its stage in this run, as TOML.
 
         Args:
             saved_toml: the resolved config in the checkpoint.
