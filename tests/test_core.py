@@ -224,7 +224,8 @@ import torch
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.config import registry
 from torchtrain.config.run_plan import RunPlan
-from torchtrain.config.schema import Count, Section, section_of
+from torchtrain.config.schema import section_of
+from torchtrain.config.section import Count, Section
 from torchtrain.config.urls import URLReader
 from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.datasets.builtin_sources import Files
