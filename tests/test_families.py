@@ -11,31 +11,33 @@ from parity import TINY
 from rank_functions import build_without_tensor_parallel_plan
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchtrain.config import registry, schema
+from torchtrain.config import registry
 from torchtrain.datasets.tokenizers import load_tokenizer
 from torchtrain.errors import ConfigError
+from torchtrain.models import options
 from torchtrain.models.llama import RopeScaling, Transformer, TransformerConfig
 from torchtrain.models.llama.families import LINEAR_LAYERS
 from torchtrain.models.llama.model import TransformerBlock
 from torchtrain.models.model_config import build_model_config, flavor_config
+from torchtrain.models.options import ModelConfig, ModelOverrides, MupConfig, RopeScalingConfig
 from torchtrain.parallelisms.activation_checkpoint import MATRIX_PRODUCTS
 
 
 def test_config_sections_list_all_families_flavors_and_fields() -> None:
     listed = "; ".join(f"{name}: {', '.join(registry.MODELS[name].flavors)}" for name in sorted(registry.MODELS._core))
-    assert listed in " ".join((Path(schema.__file__).read_text()).split())
-    others = {"vocab_size", "max_seq_len", "family", "head_size", *(field.name for field in fields(schema.MupConfig))}
-    assert {field.name for field in fields(schema.ModelOverrides)} == {
+    assert listed in " ".join((Path(options.__file__).read_text()).split())
+    others = {"vocab_size", "max_seq_len", "family", "head_size", *(field.name for field in fields(MupConfig))}
+    assert {field.name for field in fields(ModelOverrides)} == {
         field.name for field in fields(TransformerConfig)
     } - others
-    assert [field.name for field in fields(schema.RopeScalingConfig)] == [field.name for field in fields(RopeScaling)]
+    assert [field.name for field in fields(RopeScalingConfig)] == [field.name for field in fields(RopeScaling)]
 
 
-def section(**values: Any) -> schema.ModelConfig:
-    return schema.ModelConfig(**values)
+def section(**values: Any) -> ModelConfig:
+    return ModelConfig(**values)
 
 
-def shape_of(model: schema.ModelConfig) -> TransformerConfig:
+def shape_of(model: ModelConfig) -> TransformerConfig:
     return build_model_config(model, load_tokenizer(), 128)
 
 
@@ -43,20 +45,15 @@ def test_shape_overrides_the_flavor() -> None:
     flavor = replace(flavor_config("llama3", "debugmodel"), vocab_size=4096, max_seq_len=128)
     assert shape_of(section()) == flavor
     changes = {"dim": 768, "n_layers": 12, "n_heads": 12, "ffn_dim": 2048}
-    found = shape_of(section(shape=schema.ModelOverrides(**changes)))
+    found = shape_of(section(shape=ModelOverrides(**changes)))
     assert found == replace(flavor, **changes)
     assert found.head_size == 64
-    yarn = schema.ModelOverrides(
-        rope_scaling=schema.RopeScalingConfig("yarn", factor=2.0, original_max_seq_len=64), qk_norm=True
-    )
+    yarn = ModelOverrides(rope_scaling=RopeScalingConfig("yarn", factor=2.0, original_max_seq_len=64), qk_norm=True)
     found = shape_of(section(vocab_size=4224, shape=yarn))
     scaling = RopeScaling("yarn", factor=2.0, original_max_seq_len=64)
     assert found == replace(flavor, rope_scaling=scaling, qk_norm=True, vocab_size=4224)
-    assert (
-        shape_of(section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig("none")))).rope_scaling
-        is None
-    )
-    more = schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(factor=32.0))
+    assert shape_of(section(shape=ModelOverrides(rope_scaling=RopeScalingConfig("none")))).rope_scaling is None
+    more = ModelOverrides(rope_scaling=RopeScalingConfig(factor=32.0))
     assert shape_of(section(shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
     assert shape_of(section(name="llama2", shape=more)).rope_scaling == RopeScaling("llama3", factor=32.0)
 
@@ -65,35 +62,38 @@ def test_shape_overrides_the_flavor() -> None:
     ("model", "message"),
     [
         (section(vocab_size=4000), "model.vocab_size = 4000 must be at least 4096, the number of the tokenizer's ids"),
-        (section(shape=schema.ModelOverrides(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
+        (section(shape=ModelOverrides(n_heads=7)), "n_kv_heads = 4 must divide n_heads = 7"),
         (
-            section(shape=schema.ModelOverrides(n_heads=12)),
+            section(shape=ModelOverrides(n_heads=12)),
             "n_heads = 12 must divide dim = 256, unless head_dim is set",
         ),
-        (section(shape=schema.ModelOverrides(head_dim=9)), "head_dim = 9 must be even"),
-        (section(shape=schema.ModelOverrides(n_layers=0)), "n_layers = 0 must be above 0"),
-        (section(shape=schema.ModelOverrides(rope_theta=float("inf"))), "rope_theta = inf must be above 0, and finite"),
+        (section(shape=ModelOverrides(head_dim=9)), "head_dim = 9 must be even"),
+        (section(shape=ModelOverrides(n_layers=0)), "n_layers = 0 must be above 0"),
         (
-            section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(factor=-1.0))),
+            section(shape=ModelOverrides(rope_theta=float("inf"))),
+            "rope_theta = inf must be above 0, and finite",
+        ),
+        (
+            section(shape=ModelOverrides(rope_scaling=RopeScalingConfig(factor=-1.0))),
             "rope_scaling.factor = -1.0 must be a number above 0",
         ),
         (
-            section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig("yarn", factor=float("inf")))),
+            section(shape=ModelOverrides(rope_scaling=RopeScalingConfig("yarn", factor=float("inf")))),
             "rope_scaling.factor = inf must be a number above 0, and finite",
         ),
         (
-            section(shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(low_freq_factor=4.0))),
+            section(shape=ModelOverrides(rope_scaling=RopeScalingConfig(low_freq_factor=4.0))),
             "rope_scaling.low_freq_factor = 4.0 must be below high_freq_factor = 4.0",
         ),
         (
-            section(shape=schema.ModelOverrides(rope_theta=1.0, rope_scaling=schema.RopeScalingConfig("yarn"))),
+            section(shape=ModelOverrides(rope_theta=1.0, rope_scaling=RopeScalingConfig("yarn"))),
             "rope_theta = 1.0 must be above 1: yarn divides by its logarithm",
         ),
-        (section(flavor="", shape=schema.ModelOverrides(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
-        (section(name="qwen3", shape=schema.ModelOverrides(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
+        (section(flavor="", shape=ModelOverrides(dim=64)), "model.flavor is empty, .* 'n_layers', 'n_heads'"),
+        (section(name="qwen3", shape=ModelOverrides(qkv_bias=True)), "qk_norm and qkv_bias exclude each other"),
     ],
 )
-def test_invalid_shape_is_rejected(model: schema.ModelConfig, message: str) -> None:
+def test_invalid_shape_is_rejected(model: ModelConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         shape_of(model)
 

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import check_same_architecture, load_weights, resolve_model_section
-from torchtrain.config import registry, schema
+from torchtrain.config import registry
 from torchtrain.errors import CheckpointError
 from torchtrain.models.llama import RopeScaling
 from torchtrain.models.model_config import flavor_config, to_model_section
+from torchtrain.models.options import ModelOverrides, RopeScalingConfig
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.huggingface import llama as hf
@@ -156,19 +157,21 @@ def test_hf_folder_sets_shape_and_tokenizer(tmp_path: Path) -> None:
     assert (found.hf_folder, found.tokenizer_path) == ("", str(tmp_path))
     assert found == to_model_section(shape, str(tmp_path))
     changed = resolve_model_section(
-        section(hf_folder=str(tmp_path), vocab_size=400, tokenizer_path="t", shape=schema.ModelOverrides(n_layers=5))
+        section(hf_folder=str(tmp_path), vocab_size=400, tokenizer_path="t", shape=ModelOverrides(n_layers=5))
     )
     assert (changed.vocab_size, changed.tokenizer_path, changed.shape.n_layers) == (400, "t", 5)
     assert changed.shape.dim == found.shape.dim == 32
     longer = section(
-        hf_folder=str(tmp_path), shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig("yarn", factor=2.0))
+        hf_folder=str(tmp_path),
+        shape=ModelOverrides(rope_scaling=RopeScalingConfig("yarn", factor=2.0)),
     )
-    assert resolve_model_section(longer).shape.rope_scaling == schema.RopeScalingConfig("yarn", factor=2.0)
+    assert resolve_model_section(longer).shape.rope_scaling == RopeScalingConfig("yarn", factor=2.0)
     random_model("yarn").save_pretrained(tmp_path / "yarn")
     more = section(
-        hf_folder=str(tmp_path / "yarn"), shape=schema.ModelOverrides(rope_scaling=schema.RopeScalingConfig(factor=8.0))
+        hf_folder=str(tmp_path / "yarn"),
+        shape=ModelOverrides(rope_scaling=RopeScalingConfig(factor=8.0)),
     )
-    assert resolve_model_section(more).shape.rope_scaling == schema.RopeScalingConfig(
+    assert resolve_model_section(more).shape.rope_scaling == RopeScalingConfig(
         "yarn", 8.0, 1.0, 4.0, original_max_seq_len=16, beta_fast=32.0, beta_slow=1.0
     )
     with pytest.raises(CheckpointError, match=r"nowhere/config.json does not describe a supported model"):
