@@ -61,12 +61,22 @@ def peak_memory(device: torch.device) -> dict[str, float]:
     }
 
 
-def device_info(device: torch.device) -> dict[str, str]:
-    """Device, version of PyTorch, and a hash of torchtrain's code, for the first line of ``metrics.jsonl``."""
+def device_info(device: torch.device) -> dict[str, str | int]:
+    """What rounding depends on, for the first line of ``metrics.jsonl``: the device, and the version of PyTorch.
+
+    ``threads`` of a rank are given on CPUs, whose kernels may sum in another order with another number of them.
+    """
+    if device.type == "cuda":
+        return {"device": device.type, "device_name": torch.cuda.get_device_name(device), "torch": torch.__version__}
+    name = platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    return {"device": device.type, "device_name": name, "threads": threads, "torch": torch.__version__}
+
+
+def code_hash() -> str:
+    """A hash of torchtrain's code."""
     package = Path(__file__).parent.parent
-    code = xxhash.xxh3_64(b"".join(file.read_bytes() for file in sorted(package.rglob("*.py"))))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {"device": device.type, "device_name": name, "torch": torch.__version__, "code": code.hexdigest()}
+    return xxhash.xxh3_64(b"".join(file.read_bytes() for file in sorted(package.rglob("*.py")))).hexdigest()
 
 
 @dataclass(eq=False)
@@ -118,6 +128,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                     **({"same_process": True} if self.same_process else {}),
                     "ranks": dist.get_world_size(),
                     **device_info(self.device),
+                    "code": code_hash(),
                     **self.description,
                 }
                 self.record_event(self.start_step, "start", started)

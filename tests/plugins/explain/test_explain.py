@@ -21,8 +21,10 @@ import torch.nn.functional as F
 from data_samples import DOCUMENTS, TOKENIZER, make_loader, take, write_jsonl, write_tokens
 from forked_command import run_command
 from forked_run import CONFIG, different_tensors, logged_losses, patched_loss, read_metrics, saved_tensors
+from parity import config_of
 
 from torchtrain.config.parse import from_text
+from torchtrain.config.run_plan import plan_of
 from torchtrain.config.schema import JobConfig
 from torchtrain.datasets.data_source import Place, text_hash
 from torchtrain.datasets.dataloader import DataLoader
@@ -34,7 +36,7 @@ from torchtrain.labels import IGNORE_INDEX
 from torchtrain.models.model_config import build_model_config
 from torchtrain.models.spec import build_model
 from torchtrain.plugins.explain.explanation import split_at
-from torchtrain.plugins.explain.run import on_one_rank, open_run, skip
+from torchtrain.plugins.explain.run import RunStep, on_one_rank, open_run, skip
 from torchtrain.plugins.recheck.options import RecheckConfig
 from torchtrain.plugins.remote_data.options import RemoteDataConfig
 from torchtrain.plugins.report.options import ReportConfig
@@ -266,6 +268,90 @@ def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> N
     first = explain(folder, "--step=1", "--rows", "0", "1", "2", "3")
     assert first["weights"] == {"checkpoint_step": 0, "replayed": 0, "exact": True}
     assert first["loss"] == pytest.approx(logged_losses(folder)[1], rel=1e-6)
+
+
+def test_replay_on_another_device_is_not_exact(run: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run[0], folder)
+    shutil.rmtree(folder / "checkpoint/step-4")
+    metrics = folder / "metrics.jsonl"
+    text = metrics.read_text()
+    assert '"device": "cpu"' in text
+    metrics.write_text(text.replace('"device": "cpu"', '"device": "cuda"'))
+    assert "trained again, on another layout or device than the run, so that rounding may differ" in (
+        run_command("torchtrain.explain", str(folder), "--step=5").stdout.replace("\n", " ")
+    )
+
+
+class Checkpoints:
+    """A storage with checkpoints of these steps."""
+
+    def __init__(self, *steps: int) -> None:
+        self.saved = steps
+
+    def steps(self) -> tuple[int, ...]:
+        return self.saved
+
+
+def step_of_run(folder: Path, config: JobConfig | None = None, step: int = 9) -> RunStep:
+    config = config or JobConfig()
+    storage: Any = Checkpoints(2, 5)
+    return RunStep(folder, config, plan_of(config), storage, step, range(4), None)
+
+
+def start_event(step: int, threads: int) -> dict[str, Any]:
+    return {"step": step, "event": "start", "device": "cpu", "threads": threads, "torch": "2.13.0"}
+
+
+@pytest.mark.parametrize(
+    ("starts", "threads"),
+    [
+        ([(0, 1)], 1),
+        ([(0, 1), (5, 4)], 4),  # its checkpoint is the last one
+        ([(0, 1), (6, 4)], None),  # steps of both are trained again
+        ([(0, 4), (7, 1), (6, 4)], 4),  # a start from step 6 undoes step 7 and later ones
+        ([(0, 1), (9, 4)], 1),  # after the step
+        ([], None),
+    ],
+)
+def test_replay_takes_as_many_threads_as_the_run(
+    starts: list[tuple[int, int]], threads: int | None, tmp_path: Path
+) -> None:
+    lines = [start_event(*start) for start in starts]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    found = step_of_run(tmp_path).trained_on
+    assert found == ({} if threads is None else {"device": "cpu", "threads": threads, "torch": "2.13.0"})
+
+
+@pytest.mark.parametrize(
+    ("layout", "sums", "grains", "tied", "expected"),
+    [
+        ({}, "fast", 1, True, True),
+        ({"data_parallel_shard_degree": 2}, "fast", 1, False, False),
+        ({"data_parallel_shard_degree": 2}, "exact", 1, True, True),
+        ({"tensor_parallel_degree": 2}, "exact", 1, False, False),
+        ({"context_parallel_degree": 2}, "exact", 1, False, False),
+        ({"context_parallel_degree": 2}, "exact", 4, True, True),
+        ({"pipeline_parallel_degree": 2}, "exact", 1, False, True),
+        ({"pipeline_parallel_degree": 2}, "exact", 1, True, False),
+    ],
+)
+def test_layouts_with_the_bits_of_one_rank(
+    layout: dict[str, Any], sums: Any, grains: int, tied: bool, expected: bool, tmp_path: Path
+) -> None:
+    layout = {"data_parallel_shard_degree": 1, **layout}
+    config = config_of(parallelism=layout, training={"sums": sums}, grains={"context": grains})
+    assert step_of_run(tmp_path, config).has_bits_of_one_rank(tied_embeddings=tied) == expected
+
+
+def test_one_rank_has_the_microbatches_of_the_pipeline() -> None:
+    layout = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatches": 2}
+    config = config_of(parallelism=layout, training={"local_batch_size": 8})
+    assert on_one_rank(config, "run").training.local_batch_size == 4
+    layout["pipeline_parallel_microbatches"] = -1
+    config = config_of(parallelism=layout, training={"local_batch_size": 8})
+    assert on_one_rank(config, "run").training.local_batch_size == 1
+    assert on_one_rank(config_of(training={"local_batch_size": 8}), "run").training.local_batch_size == 8
 
 
 @pytest.mark.parametrize("sums", ["fast", pytest.param("exact", marks=pytest.mark.slow)])

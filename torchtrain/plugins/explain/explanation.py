@@ -23,9 +23,9 @@ from torchtrain.distributed.process_group import destroy_process_group
 from torchtrain.errors import CheckpointError, DataError
 from torchtrain.labels import IGNORE_INDEX
 from torchtrain.logging import counted, logger
+from torchtrain.metrics.recorder import device_info
 from torchtrain.models.loss.output_loss import MIN_CHUNK_TOKENS
 from torchtrain.parallelisms.microbatches import Microbatch, Microbatches
-from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.explain.run import RunStep, loader_before, on_one_rank
 from torchtrain.plugins.explain.signals import PieceTokens, Signal, combine, find_signals
 from torchtrain.trainer import Trainer
@@ -101,8 +101,8 @@ class Weights:
     replayed: int
     """Number of steps that were trained again from there."""
     exact: bool
-    """Whether they are those of the run to the last bit: without a replay, or if the run has the same layout or exact
-    sums. A replay on another kind of device differs by rounding all the same."""
+    """Whether they are those of the run to the last bit: without a replay, or if the run was trained on the same device
+    and its layout has the bits of one rank."""
 
     @property
     def start(self) -> str:
@@ -112,7 +112,7 @@ class Weights:
     def __str__(self) -> str:
         if not self.replayed:
             return f"{self.start}, exact"
-        how = "as in the run" if self.exact else "on another layout than the run's, so that rounding may differ"
+        how = "as in the run" if self.exact else "on another layout or device than the run, so that rounding may differ"
         return f"{self.start}, and {counted(self.replayed, 'step')} trained again, {how}"
 
 
@@ -296,14 +296,17 @@ def trainer_before(run: RunStep) -> Iterator[tuple[Trainer, Weights]]:
             "--without_weights"
         )
     replayed = run.step - 1 - start
-    same_layout = all(degree == 1 for degree in degrees_of(run.config.parallelism))
-    exact = not replayed or same_layout or run.config.training.sums == "exact"
+    trained_on, threads = run.trained_on, torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder:
         config = on_one_rank(run.config, folder)
         if start:
             config = replace(config, checkpoint=replace(config.checkpoint, initial_load_path=""))
         trainer = Trainer(config)
         try:
+            if replayed:
+                torch.set_num_threads(trained_on.get("threads", threads))
+            same_bits = run.has_bits_of_one_rank(tied_embeddings=trainer.model_config.tied_embeddings)
+            exact = not replayed or (same_bits and device_info(trainer.device) == trained_on)
             if start:
                 # It only reads the checkpoint, and acquires no lease.
                 CheckpointManager(
@@ -321,15 +324,12 @@ def trainer_before(run: RunStep) -> Iterator[tuple[Trainer, Weights]]:
                 if time.monotonic() - logged >= SECONDS_PER_LINE and step < run.step - 1:
                     logger.info(f"{step - start:,} of {counted(replayed, 'step')} trained again")
                     logged = time.monotonic()
+            torch.set_num_threads(threads)
             yield trainer, weights
         finally:
+            torch.set_num_threads(threads)
             trainer.dataloader.close()
             destroy_process_group()
-
-
-def degrees_of(config: ParallelismConfig) -> Sequence[int]:
-    """The degree of each dimension of the layout."""
-    return [value for name, value in vars(config).items() if name.endswith("_degree")]
 
 
 def token_losses(trainer: Trainer, rows: Sequence[Row]) -> Tensor:

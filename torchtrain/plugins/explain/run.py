@@ -1,8 +1,10 @@
 """A step of a run: its config on one rank, the checkpoint to begin from, and the data loader before it."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,16 +18,18 @@ from torchtrain.checkpoint.states import POSITION, load_tensors, read_layout
 from torchtrain.checkpoint.storage import CheckpointStorage, open_storage
 from torchtrain.config.parse import from_text, read_text
 from torchtrain.config.run_plan import RunPlan, plan_of
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.schema import JobConfig, option_of_plugin
 from torchtrain.datasets.build import build_dataloader
 from torchtrain.datasets.dataloader import DataLoader, LoaderLayout
 from torchtrain.datasets.tokenizers import Tokenizer, load_tokenizer
 from torchtrain.distributed.process_group import destroy_process_group, init_process_group
 from torchtrain.errors import ConfigError, DataError
-from torchtrain.files import is_url, names_in
+from torchtrain.files import is_url, json_object, names_in, read_file
 from torchtrain.metrics.options import MetricsConfig, ProfilingConfig, ValidationConfig
 from torchtrain.parallelisms.options import ParallelismConfig
 from torchtrain.plugins.report.options import ReportConfig
+
+DEVICE_INFO = ("device", "device_name", "threads", "torch")  # in the event "start" of metrics.jsonl
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,37 @@ class RunStep:
     def checkpoint_step(self) -> int:
         """The step of the newest checkpoint before the step; 0 if there is none."""
         return max((step for step in self.storage.steps() if step < self.step), default=0)
+
+    @property
+    def trained_on(self) -> dict[str, Any]:
+        """``device_info`` of the process that has trained the steps after this checkpoint.
+
+        It is empty if they were trained by several with different ones, or if metrics.jsonl does not tell.
+        """
+        path = self.folder / "metrics.jsonl"
+        if not path.is_file():
+            return {}
+        starts: list[dict[str, Any]] = []
+        for text in read_file(path, most_bytes=sys.maxsize).splitlines():
+            line = json_object(text) if b'"event": "start"' in text else None
+            if line is not None and line["step"] < self.step:
+                # It undoes the steps after its own, and those before the checkpoint are not trained again.
+                starts = [] if line["step"] <= self.checkpoint_step else [s for s in starts if s["step"] < line["step"]]
+                starts.append(line)
+        found = [{name: start.get(name) for name in DEVICE_INFO if name in start} for start in starts]
+        return found[0] if found and all(info == found[0] for info in found) else {}
+
+    def has_bits_of_one_rank(self, *, tied_embeddings: bool) -> bool:
+        """Whether one rank has the bits of the run's layout (docs/parallelism.md, "The same bits")."""
+        layout = self.config.parallelism
+        if all(degree == 1 for name, degree in vars(layout).items() if name.endswith("_degree")):
+            return True
+        if self.config.training.sums != "exact":
+            return False
+        grains = [option_of_plugin(self.config, f"grains.{axis}") or 1 for axis in ("tensor", "context")]
+        if grains == [1, 1] and max(layout.tensor_parallel_degree, layout.context_parallel_degree) > 1:
+            return False
+        return layout.pipeline_parallel_degree == 1 or not tied_embeddings
 
 
 def open_run(folder: str, step: int, rows: Sequence[int]) -> RunStep:
@@ -97,8 +132,13 @@ def stage_of(plan: RunPlan, step: int) -> int:
 def on_one_rank(config: JobConfig, dump_folder: str) -> JobConfig:
     """The config of a stage of a run, to train the same steps in this process, without outputs."""
     longest = max(config.data.longest_seq_len, plan_of(config).longest_seq_len)
+    training, layout = config.training, config.parallelism
+    if layout.pipeline_parallel_degree > 1:  # its microbatches are parts of local_batch_size
+        count = layout.pipeline_parallel_microbatches
+        training = replace(training, local_batch_size=1 if count == -1 else training.local_batch_size // count)
     return replace(
         config,
+        training=training,
         job=replace(config.job, dump_folder=dump_folder, stage=""),
         data=replace(config.data, prefetch=0, longest_seq_len=longest),
         validation=ValidationConfig(),
