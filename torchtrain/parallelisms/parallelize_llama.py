@@ -34,15 +34,14 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
     split = model_split(config)
     if split is not None:
         split.apply(model, mesh)
-    elif mesh.degrees.tensor > 1:
-        apply_tensor_parallel(
-            model,
-            mesh.tensor,
-            sequence_parallel=parallelism.enable_sequence_parallel,
-            styles=PLAIN_STYLES if conversion is None else conversion.styles(),
-        )
-    if split is None and mesh.degrees.context > 1:
-        apply_context_parallel(model, mesh.context)
+    else:
+        if mesh.degrees.tensor > 1:
+            styles = PLAIN_STYLES if conversion is None else conversion.styles()
+            apply_tensor_parallel(
+                model, mesh.tensor, sequence_parallel=parallelism.enable_sequence_parallel, styles=styles
+            )
+        if mesh.degrees.context > 1:
+            apply_context_parallel(model, mesh.context)
     if config.activation_checkpoint.mode not in ("none", "memory_budget"):  # apply_compile implements memory_budget
         apply_activation_checkpoint(model, config.activation_checkpoint)
     if config.compile.enable:
