@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +16,7 @@ import pytest
 import torch
 from data_samples import DOCUMENTS, write_jsonl
 from forked_command import checked_command
-from forked_run import different_tensors, finish, logged_losses, read_metrics, saved_tensors
+from forked_run import different_tensors, finish, logged_losses, patched_loss, read_metrics, saved_tensors
 from gloo_pool import GlooPool
 from parity import TINY, Curve, config_of, train
 from torch import Tensor
@@ -24,7 +24,6 @@ from torch import Tensor
 from torchtrain.models.llama import TransformerConfig
 from torchtrain.plugins.diagnostics.loss_by_source import LossBySource
 from torchtrain.plugins.exact_sums import grain_layers
-from torchtrain.plugins.exact_sums.grain_loss import GrainLoss
 from torchtrain.plugins.exact_sums.tree import all_tree_sum, scatter_tree_sum, tree_sum
 from torchtrain.trainer import TrainStep
 
@@ -275,13 +274,7 @@ ON_FOUR = ("--parallelism.tensor_parallel_degree=2", "--parallelism.context_para
 
 def nan_in_call_40() -> Any:
     """A hook that makes one loss of a step of the stage "long" NaN."""
-    original, calls = GrainLoss.__call__, count(1)
-
-    def changed(*args: Any, **labels: Any) -> Tensor:
-        loss = original(*args, **labels)
-        return loss * float("nan") if next(calls) == 40 else loss
-
-    return patch.object(GrainLoss, "__call__", changed)
+    return patched_loss(lambda call, loss: loss * float("nan") if call == 40 else loss)
 
 
 def options_of_run(folder: Path, config: str) -> tuple[str, ...]:

@@ -561,6 +561,15 @@ def test_norms_are_computed_correctly_after_a_simulation() -> None:
     torch.testing.assert_close(torch.nn.functional.rms_norm(x, (8,), eps=1e-5), expected)
 
 
+def test_loss_in_grains_is_counted_as_the_loss() -> None:
+    """It also computes the gradients in its forward: three products of the same size."""
+    plain = simulated(1)
+    split = simulated(1, training={"sums": "exact"}, grains={"tensor": 2})
+    assert flops(split, "loss") == 3 * flops(plain, "loss") > 0
+    phases = "loss", "forward", "backward"
+    assert flops(split, *phases) == flops(plain, *phases)
+
+
 def test_compiled_blocks_save_less_memory_and_compute_as_much() -> None:
     eager, compiled = simulated(2), simulated(2, compile={"enable": True})
     assert flops(compiled, "forward", "loss") == flops(eager, "forward", "loss")

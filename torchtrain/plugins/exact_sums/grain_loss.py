@@ -23,12 +23,10 @@ class GrainLoss(OutputLoss):
         super().__init__(*args, **options)
         self.grains = grains
 
-    def __call__(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
+    def losses(self, hidden: Tensor, output: nn.Module, labels: Tensor) -> Tensor:
         """See ``OutputLoss``; ``hidden`` has the full sequences of this rank, the result is float64."""
         weight = output.get_parameter("weight")
         hidden, has_gradient = local(hidden), torch.is_grad_enabled()
-        if self.by_row is not None and has_gradient:
-            self.by_row.append(torch.zeros(2, len(labels), dtype=torch.float64, device=labels.device))
         pieces = self.pieces(weight, labels)
         losses: Tensor = _Loss.apply(hidden, local(weight), labels, self, pieces, has_gradient, output)  # type: ignore[no-untyped-call]
         return losses
