@@ -473,8 +473,29 @@ def fail_on_rank_1(how: str) -> None:
     torch.distributed.barrier()
 
 
+def process() -> int:
+    return os.getpid()
+
+
 def test_ranks_return_their_results() -> None:
-    assert Ranks((), 60).call(3, add_ranks, 4) == [15, 15, 15]
+    with Ranks((), 60) as ranks:
+        assert ranks.call(3, add_ranks, 4) == [15, 15, 15]
+        assert ranks.call(2, add_ranks, 1) == [3, 3]
+
+
+def test_processes_are_reused_unless_modules_of_the_user_may_have_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ranks((), 60) as ranks:
+        first = ranks.call(2, process)
+        assert ranks.call(3, process)[:2] == first
+        with pytest.raises(RankError):
+            ranks.call(2, fail_on_rank_1, "raise")
+        assert not {*first} & {*ranks.call(2, process)}
+    (tmp_path / "module_of_user.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    with Ranks(("module_of_user",), 60) as ranks:
+        assert ranks.call(1, process) != ranks.call(1, process)
 
 
 @pytest.mark.parametrize(
@@ -486,9 +507,8 @@ def test_ranks_return_their_results() -> None:
     ],
 )
 def test_rank_that_fails_is_named(how: str, message: str, where: str) -> None:
-    ranks = Ranks((), 8)
     began = time.monotonic()
-    with pytest.raises(RankError) as error:
+    with Ranks((), 8) as ranks, pytest.raises(RankError) as error:
         ranks.call(2, fail_on_rank_1, how)
     assert str(error.value).startswith(message)
     assert where in error.value.where
@@ -496,8 +516,8 @@ def test_rank_that_fails_is_named(how: str, message: str, where: str) -> None:
 
 
 def test_config_error_of_a_rank_is_a_rejection() -> None:
-    with pytest.raises(RankRejection, match="this model has no such layout"):
-        Ranks((), 60).call(2, fail_on_rank_1, "reject")
+    with Ranks((), 60) as ranks, pytest.raises(RankRejection, match="this model has no such layout"):
+        ranks.call(2, fail_on_rank_1, "reject")
 
 
 # The command

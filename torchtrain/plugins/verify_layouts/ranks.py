@@ -23,6 +23,8 @@ from torchtrain.environment import LOST_CONNECTION
 from torchtrain.errors import TorchtrainError
 
 GRACE_SECONDS = 2.0  # for which other ranks may report an error after the first one
+CALLS_PER_PROCESS = 8
+"""PyTorch's caches keep the groups of past calls alive, whose threads wake up a hundred times a second."""
 PRELOADED = ("torchtrain.plugins.verify_layouts.rank",)
 
 
@@ -54,7 +56,10 @@ class _Failure:
 
 
 class Ranks:
-    """Starts the ranks.
+    """Calls functions on groups of ranks. Use it as a context manager, which ends their processes.
+
+    Processes are reused by the next call, because what PyTorch caches in the first step of a process is a third of the
+    time of two steps. With modules of the user, which may keep a state of their own, each call has new processes.
 
     Args:
         modules: modules of the user to import in each rank.
@@ -65,7 +70,18 @@ class Ranks:
         self.modules, self.timeout_seconds = tuple(modules), timeout_seconds
         self.context = multiprocessing.get_context("forkserver")
         self.context.set_forkserver_preload([*PRELOADED, *modules])
+        self.calls = 0
+        self.processes: list[Any] = []
+        self.connections: list[Connection] = []
+        self.folder = tempfile.TemporaryDirectory()  # of stores, and of what each rank writes
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self.folder.cleanup()
 
     def call(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """``function(*args)`` of a module, on ``size`` ranks; returns their results.
@@ -76,28 +92,37 @@ class Ranks:
         """
         # Pickled here, because the rank must first import the modules that define the arguments.
         call = pickle.dumps((function, args))
-        with tempfile.TemporaryDirectory() as folder:
-            processes: list[Any] = []
-            connections: list[Connection] = []
-            try:
-                for rank in range(size):
-                    ours, theirs = self.context.Pipe()
-                    process = self.context.Process(
-                        target=_serve,
-                        args=(theirs, rank, size, folder, self.modules, self.timeout_seconds, call),
-                        daemon=True,
-                    )
-                    process.start()
-                    theirs.close()
-                    processes.append(process)
-                    connections.append(ours)
-                return self._results(connections, processes, Path(folder))
-            finally:
-                for process in processes:
-                    process.kill()
-                for process, connection in zip(processes, connections, strict=False):
-                    process.join()
-                    connection.close()
+        folder = Path(self.folder.name)
+        if self.modules or self.calls % CALLS_PER_PROCESS == 0:
+            self._end()
+        self.calls += 1
+        try:
+            while len(self.processes) < size:
+                ours, theirs = self.context.Pipe()
+                log = folder / f"{len(self.processes)}.log"
+                process = self.context.Process(
+                    target=_serve, args=(theirs, log, self.modules, self.timeout_seconds), daemon=True
+                )
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.connections.append(ours)
+            for rank in range(size):
+                with suppress(ConnectionError):  # it has died, which is reported below
+                    self.connections[rank].send((rank, size, folder / f"store-{self.calls}", call))
+            return self._results(self.connections[:size], self.processes[:size], folder)
+        except BaseException:
+            self._end()  # other ranks may wait in a collective for ever
+            raise
+
+    def _end(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=False):
+            process.join()
+            connection.close()
+        self.processes.clear()
+        self.connections.clear()
 
     def _results(self, connections: Sequence[Connection], processes: Sequence[Any], folder: Path) -> list[Any]:
         results: dict[int, Any] = {}
@@ -162,30 +187,24 @@ def _is_of_library(path: str) -> bool:
     return any(f"/{name}/" in path for name in names) or path.startswith("<")
 
 
-def _serve(
-    connection: Connection,
-    rank: int,
-    size: int,
-    folder: str,
-    modules: tuple[str, ...],
-    timeout_seconds: float,
-    call: bytes,
-) -> None:
-    """Run one rank. What it writes is in a file: errors are reported by the parent, once."""
+def _serve(connection: Connection, log: Path, modules: tuple[str, ...], timeout_seconds: float) -> None:
+    """Run one rank of each call. What it writes is in a file: errors are reported by the parent, once."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    log = open(f"{folder}/{rank}.log", "w")  # noqa: SIM115  # open as long as the process
-    os.dup2(log.fileno(), 1)
-    os.dup2(log.fileno(), 2)
-    faulthandler.register(signal.SIGUSR2, file=log)
+    file = open(log, "w")  # noqa: SIM115  # open as long as the process
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+    faulthandler.register(signal.SIGUSR2, file=file)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     answer: Any
-    try:
-        answer = (_run(rank, size, folder, modules, timeout_seconds, call),)
-    except BaseException as error:
-        answer = _failure(error)
-    with suppress(OSError):
-        connection.send(answer)
-        wait([connection])  # until the parent has the results of all: a rank that ends closes its connections
+    with suppress(OSError, EOFError):
+        while True:
+            # A rank leaves its group when the parent has the results of all: that closes its connections to others.
+            rank, size, store, call = connection.recv()
+            try:
+                answer = (_run(rank, size, store, modules, timeout_seconds, call),)
+            except BaseException as error:
+                answer = _failure(error)
+            connection.send(answer)
     os._exit(0)  # threads of gloo may still run
 
 
@@ -196,7 +215,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _run(rank: int, size: int, folder: str, modules: tuple[str, ...], timeout_seconds: float, call: bytes) -> Any:
+def _run(rank: int, size: int, store: Path, modules: tuple[str, ...], timeout_seconds: float, call: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
@@ -206,9 +225,11 @@ def _run(rank: int, size: int, folder: str, modules: tuple[str, ...], timeout_se
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
     load_plugins()
     import_modules(modules)
+    if dist.is_initialized():
+        dist.destroy_process_group()
     dist.init_process_group(
         gloo_backend(),
-        init_method=f"file://{folder}/store",
+        init_method=f"file://{store}",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=2 * timeout_seconds),  # the parent finds a rank that hangs
