@@ -68,6 +68,7 @@ class Efficiency:
     """Factor of all FLOP/s where the GPU is ``power_limited``."""
     link: float = 0.75
     network: float = 0.75
+    """Of collectives of many bytes; ``nccl.py`` has their latencies."""
     async_tensor: float = 0.57
     """Fraction of a collective's time that overlaps with the matrix product that the compiler fuses it with, from a
     published run with asynchronous tensor parallelism."""
@@ -75,5 +76,3 @@ class Efficiency:
     """Minimum duration of a kernel."""
     launch_seconds: float = 6e-6
     """Time in which the host issues an operation."""
-    collective_seconds: float = 20e-6
-    """Latency of a collective."""

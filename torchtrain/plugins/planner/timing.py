@@ -9,12 +9,14 @@ import torch
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.plugins.planner.attention import Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import Efficiency, Gpu
+from torchtrain.plugins.planner.nccl import Communicator
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 from torchtrain.plugins.planner.options import EstimateConfig
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 WAITING_COPY = "copy_to_host_and_wait"
-TWICE = ("allreduce", "all_reduce")  # a reduce-scatter and an all-gather
+ALL_REDUCES = ("allreduce", "all_reduce")
+ALL_TO_ALLS = ("alltoall", "alltoall_base", "all_to_all_single")
 
 
 @dataclass
@@ -67,22 +69,24 @@ class CostModel:
         return attention_fraction(Kernel(name, capability[0], direction, operation.head_dim), operation.keys)
 
     def communicate(self, operation: Operation) -> float:
-        """Time of a ring collective, as in NCCL's bus bandwidth; the network cards of a machine share its traffic.
-
-        https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-        """
+        """Time of a collective or message by NCCL's model; the network cards of a machine share a ring's traffic."""
         gpu, efficiency, ranks = self.gpu, self.efficiency, operation.ranks
         if operation.axis == "host":
             return operation.bytes / (gpu.host_bandwidth * efficiency.link)
         if len(ranks) < 2:
             return 0.0
-        nodes = Counter(rank // section_of(self.config, EstimateConfig).gpus_per_node for rank in ranks)
-        rate = gpu.link_bandwidth * efficiency.link
-        if len(nodes) > 1:
-            rate = min(rate, min(nodes.values()) * gpu.network_bandwidth * efficiency.network)
-        share = 1.0 if operation.peer is not None else (len(ranks) - 1) / len(ranks)
-        times = 2 if operation.name in TWICE else 1
-        return efficiency.collective_seconds + times * share * operation.bytes / rate
+        machines = Counter(rank // section_of(self.config, EstimateConfig).gpus_per_node for rank in ranks)
+        link, network = gpu.link_bandwidth * efficiency.link, gpu.network_bandwidth * efficiency.network
+        fewest = min(machines.values())
+        bus = min(link, fewest * network) if len(machines) > 1 else link
+        communicator = Communicator(len(ranks), len(machines), bus, gpu.capability[0])
+        if operation.peer is not None:
+            return communicator.message(operation.bytes)
+        if operation.name in ALL_REDUCES:
+            return communicator.all_reduce(operation.bytes)
+        if operation.name in ALL_TO_ALLS:
+            return communicator.all_to_all(operation.bytes, link, network)
+        return communicator.all_gather(operation.bytes)
 
 
 def replay(traces: Mapping[int, Sequence[Operation]], cost_model: CostModel) -> dict[int, StepTime]:
