@@ -158,6 +158,7 @@ ATTENTION = {
 def assumptions(estimate: Estimate) -> list[tuple[str, str]]:
     """Labels and texts of the model, the GPUs, the attention kernel, the layout and the length of the run."""
     gpu, tokens = estimate.gpu, estimate.steps * estimate.global_tokens
+    vocabulary = f"vocabulary of {estimate.vocab_size:,} from {estimate.vocabulary_source}"
     network = gpu.network_bandwidth * estimate.gpus_per_node * 8e-9
     degrees = {name: degree for name, degree in asdict(estimate.degrees).items() if degree > 1}
     gpus = f"{estimate.world_size:,} of {gpu.flops_bfloat16 / 1e12:,.0f} TFLOP/s in bfloat16"
@@ -165,7 +166,7 @@ def assumptions(estimate: Estimate) -> list[tuple[str, str]]:
         f"{counted(estimate.gpus_per_node, 'GPU')} each, {gpu.link_bandwidth * 8e-9:,.0f} Gb/s between two of them"
     )
     return [
-        ("model", f"{format_tokens(estimate.parameters)} parameters, with a vocabulary of {estimate.vocab_size:,}"),
+        ("model", f"{format_tokens(estimate.parameters)} parameters, {vocabulary}"),
         ("GPUs", gpus),
         ("machines", f"{machines}; {network:,.0f} Gb/s to others"),
         ("attention", ATTENTION[estimate.attention]),

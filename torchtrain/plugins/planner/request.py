@@ -43,6 +43,16 @@ def resolve_model_config(config: JobConfig) -> DecoderConfig:
     return build_model_config(config.model, tokenizer, config.training.seq_len)
 
 
+def vocabulary_source(config: JobConfig) -> str:
+    """What gives the vocabulary size of ``resolve_model_config``."""
+    path = config.model.tokenizer_path
+    if config.model.vocab_size is not None:
+        return "model.vocab_size"
+    if not path:
+        return "the package's tokenizer"
+    return "model.tokenizer_path" if tokenizer_file(path).is_file() else "the model flavor"
+
+
 def resolve_world_size(config: JobConfig) -> int:
     """Return ``estimate.world_size``, or by default the product of the parallel degrees.
 

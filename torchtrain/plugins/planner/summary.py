@@ -18,7 +18,7 @@ from torchtrain.plugins.planner.operations import Operation
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecord
 from torchtrain.plugins.planner.representative_ranks import derive_step, representative_pipeline_ranks
-from torchtrain.plugins.planner.request import resolve_and_check
+from torchtrain.plugins.planner.request import resolve_and_check, vocabulary_source
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate
 from torchtrain.plugins.planner.timing import CostModel, replay
 
@@ -128,6 +128,8 @@ class Estimate:
     parameters: int = 0
     """Of the model."""
     vocab_size: int = 0
+    vocabulary_source: str = ""
+    """What gives the vocabulary size, in words."""
 
     @property
     def world_size(self) -> int:
@@ -178,6 +180,7 @@ class Estimate:
         return {
             "parameters": self.parameters,
             "vocab_size": self.vocab_size,
+            "vocabulary_source": self.vocabulary_source,
             "ranks": self.ranks,
             "fits": self.fits,
             "memory_gib": self.gpu.memory_gib,
@@ -350,4 +353,5 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         linear_conversion(config) is not None,
         count_parameters(model_config),
         model_config.vocab_size,
+        vocabulary_source(config),
     )
