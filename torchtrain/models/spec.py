@@ -117,6 +117,9 @@ class HFFormat:
     """Model config for the content of a ``config.json``. KeyError: a key is missing. ValueError: not supported."""
     reads: bool = True
     """Whether a ``config.json`` with this ``model_type`` is read as this model; False if it is another model's."""
+    stored: Callable[[str], Literal["whole", "slices", "not"]] = lambda name: "whole"  # noqa: ARG005
+    """How files have a parameter. "slices": each ``weight[i]`` is a tensor, such as the matrix of an expert;
+    ``parameter_name`` gets the name with ".i" at its end. "not": it is a state of training."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,6 +151,9 @@ class ModelSpec:
     parallelize: Callable[..., None] | None = None
     """Parallelizes a model or a pipeline stage of it on the meta device; None: ``parallelize_llama``, which
     needs ``linear_layers`` and norms that are ``nn.RMSNorm``."""
+    finish_step: Callable[..., None] | None = None
+    """Called on all ranks as ``finish_step(model_parts, mesh, usable=...)`` when the gradients of a step are complete,
+    for state that follows from its forwards, such as the loads of experts. Not usable: the step is computed again."""
 
     def __post_init__(self) -> None:
         for name in self.linear_layers:

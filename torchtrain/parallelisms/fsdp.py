@@ -1,10 +1,12 @@
 """Fully sharded data parallelism (FSDP2) and hybrid sharding (HSDP), with per-parameter sharding."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from torchtrain.config.schema import TrainingConfig
@@ -14,11 +16,15 @@ from torchtrain.parallelisms.options import ParallelismConfig
 
 
 def apply_fsdp(
-    model: Decoder, reducer: GradientReducer, training: TrainingConfig, parallelism: ParallelismConfig
+    model: Decoder,
+    reducer: GradientReducer,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    own_meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
 ) -> None:
     """Apply ``fully_shard`` to each block, to the output layer, and then to the root, over ``reducer.mesh``.
 
-    That mesh is 1-D (shard), or 2-D (replicate, shard) for HSDP.
+    That mesh is 1-D (shard), or 2-D (replicate, shard) for HSDP. Modules in ``own_meshes`` are sharded over theirs.
     """
     mesh = reducer.mesh
     policy = MixedPrecisionPolicy(
@@ -34,8 +40,10 @@ def apply_fsdp(
         # Backward starts with the last block: if it were resharded after forward, it would be all-gathered again
         # immediately. On one rank there is no all-gather, but a resharded block would be cast to param_dtype again.
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
-        reshard = {"always": True, "never": False, "default": by_default}
-        shard(block, reshard_after_forward=reshard[parallelism.fsdp_reshard_after_forward])
+        reshard = {"always": True, "never": False, "default": by_default}[parallelism.fsdp_reshard_after_forward]
+        for module in (module for module in block.modules() if module in own_meshes):
+            shard(module, mesh=own_meshes[module], reshard_after_forward=reshard)
+        shard(block, reshard_after_forward=reshard)
     own_group = shard_output_layer(model, shard) if reducer.by_block else set()
     always = parallelism.fsdp_reshard_after_forward == "always"
     shard(model, reshard_after_forward=always, ignored_params=own_group)

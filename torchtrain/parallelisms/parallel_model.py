@@ -50,7 +50,11 @@ class ParallelModel:
         """
         if self.mesh.degrees.tensor > 1:
             reduce_norm_gradients(self.model_parts, self.mesh.tensor, self.reducer.dtype)
-        return self.reducer.finish(self.model_parts)
+        usable = self.reducer.finish(self.model_parts)
+        finish_step = spec_of(self.model_parts[0].config).finish_step
+        if finish_step is not None:
+            finish_step(self.model_parts, self.mesh, usable=usable)
+        return usable
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Forward and backward of one microbatch; accumulates the gradient of its loss divided by ``global_tokens``.

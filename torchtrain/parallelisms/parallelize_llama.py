@@ -1,5 +1,9 @@
 """Apply parallelisms and optimizations to a model: TP, CP, activation checkpointing, torch.compile and FSDP."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -19,11 +23,18 @@ from torchtrain.parallelisms.model_split import model_split
 from torchtrain.parallelisms.tensor_parallel import PLAIN_STYLES, apply_tensor_parallel
 
 
-def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: GradientReducer | None = None) -> None:
+def parallelize_llama(
+    model: Decoder,
+    mesh: Mesh,
+    config: JobConfig,
+    reducer: GradientReducer | None = None,
+    own_meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+) -> None:
     """Parallelize ``model``, or a pipeline stage of it, in place; it must be on the meta device.
 
     A single rank takes the same code path as many. ``reducer`` is shared by the pipeline stages of a rank; by default
-    it is that of the config.
+    it is that of the config. ``own_meshes``: modules of blocks which FSDP shards over other meshes (``Mesh.divided``),
+    because their parameters are already sharded over the remaining ranks.
     """
     if reducer is None:
         reducer = build_gradient_reducer(config, mesh)
@@ -48,8 +59,8 @@ def parallelize_llama(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gr
         uses_async = mesh.degrees.tensor > 1 and parallelism.enable_async_tensor_parallel
         set_async_tensor_parallel(mesh.tensor if uses_async else None)
         apply_compile(model, config.activation_checkpoint)
-    apply_fsdp(model, reducer, config.training, parallelism)
-    check_meshes(model, reducer.mesh, mesh.tensor)
+    apply_fsdp(model, reducer, config.training, parallelism, own_meshes)
+    check_meshes(model, reducer.mesh, mesh.tensor, own_meshes)
 
 
 def build_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
@@ -58,14 +69,23 @@ def build_gradient_reducer(config: JobConfig, mesh: Mesh) -> GradientReducer:
     return kind.build(config, mesh)
 
 
-def check_meshes(model: Decoder, fsdp: DeviceMesh, tensor: DeviceMesh) -> None:
+def check_meshes(
+    model: Decoder,
+    fsdp: DeviceMesh,
+    tensor: DeviceMesh,
+    own_meshes: Mapping[nn.Module, DeviceMesh] = MappingProxyType({}),
+) -> None:
     """Raise ConfigError unless each parameter is a DTensor on all mesh dimensions that shard the model.
 
-    On ranks of a missing dimension, copies of the parameter would diverge.
+    On ranks of a missing dimension, copies of the parameter would diverge. A module in ``own_meshes`` divides the
+    dimensions further: its parameters must be on as many ranks.
     """
+    of_own = {parameter for module in own_meshes for parameter in module.parameters()}
     expected = (*(fsdp.mesh_dim_names or ()), *(("tensor",) if tensor.size() > 1 else ()))
     for name, parameter in model.named_parameters():
         axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
+        if parameter in of_own and parameter.device_mesh.size() == fsdp.size() * tensor.size():
+            continue
         if axes != expected:
             module = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ConfigError(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parity import Curve, train
+from parity import STEPS, Curve, train
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
@@ -70,3 +70,9 @@ def train_example_family(config: JobConfig, shape: TransformerConfig, document_s
     """``train`` a model of the package in ``scripts/families``."""
     import_modules(["torchtrain_families"])
     return train(config, shape, document_start=document_start)
+
+
+def train_mixture(config: JobConfig, shape: TransformerConfig, steps: int = STEPS) -> Curve:
+    """``train`` a model of the package in ``scripts/moe``."""
+    import_modules(["torchtrain_moe"])
+    return train(config, shape, steps)

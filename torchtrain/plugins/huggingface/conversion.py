@@ -28,7 +28,14 @@ from torchtrain.models.model_config import build_model_config, require_sizes, to
 from torchtrain.models.spec import DecoderConfig
 from torchtrain.plugins.huggingface.config import CONFIG_FILE, read_hf_config
 from torchtrain.plugins.huggingface.meta import META_SPLIT_BY_COLUMNS, config_from_meta, meta_rows_to_ours
-from torchtrain.plugins.huggingface.safetensors_folder import find_tensors, finite, is_hf_folder, read_into, save_hf
+from torchtrain.plugins.huggingface.safetensors_folder import (
+    file_tensors,
+    find_tensors,
+    finite,
+    is_hf_folder,
+    read_into,
+    save_hf,
+)
 from torchtrain.plugins.huggingface.tokenizer import begins_with_bos, check_tokenizer
 from torchtrain.plugins.object_storage.partial_folder import partial_folder
 from torchtrain.plugins.object_storage.storage import ObjectStore
@@ -177,7 +184,7 @@ def hf_source(folder: Path, tokenizer_path: str) -> SourceWeights:
 
     def read(name: str) -> Tensor:
         tensor = torch.empty_like(meta_tensors[name], device="cpu")
-        read_into({name: tensor}, found)
+        read_into(file_tensors({name: tensor}, model_config), found)
         return tensor
 
     return SourceWeights(model_config, meta_tensors, read, source_tokenizer(folder, tokenizer_path), bos=False)

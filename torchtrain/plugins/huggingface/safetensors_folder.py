@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.checkpoint.other_formats import WeightFormat
 from torchtrain.checkpoint.states import ORIGINAL, TIED, parameter_shapes, save_tensors
@@ -58,8 +59,36 @@ class Source(NamedTuple):
     name: str
 
 
+def file_tensors(tensors: Mapping[str, Tensor], model: DecoderConfig) -> dict[str, Tensor]:
+    """``tensors`` as Hugging Face's files have them, by the names of torchtrain: see ``HFFormat.stored``.
+
+    Of a parameter that files have as slices, views of those that this rank has, named ``layers.0.experts.w1.3``.
+    """
+    stored, views = hf_format(model).stored, {}
+    for name, tensor in tensors.items():
+        if stored(name) == "whole":
+            views[name] = tensor
+        elif stored(name) == "slices":
+            part, (own, *_) = local_block(tensor)
+            for i, view in zip(range(own.start, own.stop), part.detach(), strict=True):
+                views[f"{name}.{i}"] = _sharded_like(tensor, view)
+    return views
+
+
+def _sharded_like(tensor: Tensor, view: Tensor) -> Tensor:
+    """A slice along the first dimension of ``tensor``, whose part on this rank is ``view``."""
+    if not isinstance(tensor, DTensor):
+        return view
+    axes = [i for i, placement in enumerate(tensor.placements) if placement.is_shard() and placement.dim > 0]
+    if not axes:
+        return view
+    (axis,) = axes  # that of tensor parallelism
+    mesh = tensor.device_mesh[(tensor.device_mesh.mesh_dim_names or ())[axis]]
+    return DTensor.from_local(view, mesh, [Shard(tensor.placements[axis].dim - 1)], run_check=False)
+
+
 def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
-    """Find the file and the name of each parameter of ``model``, by the names of torchtrain.
+    """Find the file and the name of each of the ``file_tensors`` of ``model``, by the names of torchtrain.
 
     As in transformers, names may lack the prefix ``model.`` (a base model), and a tied matrix may be stored only as
     ``lm_head``.
@@ -78,7 +107,7 @@ def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:
                 piece = file.get_slice(name)
                 found[name] = path, tuple(piece.get_shape()), piece.get_dtype()
     sources, hf_name = {}, hf_format(model).parameter_name
-    for ours, parameter in parameter_shapes(model).items():
+    for ours, parameter in file_tensors(parameter_shapes(model), model).items():
         names = [hf_name(ours), hf_name(ours).removeprefix("model.")]
         if model.tied_embeddings and ours == ORIGINAL:
             names.append(hf_name(TIED))
@@ -150,7 +179,7 @@ def _files(folder: Path) -> dict[Path, list[str]]:
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], sources: Mapping[str, Source]) -> None:
-    """Read this rank's shards of ``tensors``, which have any layout and dtype and the names of torchtrain."""
+    """Read this rank's shards of ``tensors``: ``file_tensors`` of any layout and dtype."""
     blocks = {name: local_block(tensor) for name, tensor in tensors.items()}
     sizes = {name: part.nbytes for name, (part, _) in blocks.items()}
     for name in progress(sizes.items(), "loading weights", sum(sizes.values())):
@@ -205,13 +234,22 @@ def save_hf(
     """
     require_exportable(model, dtype)
     torch_dtype, hf_name = getattr(torch, dtype), hf_format(model).parameter_name
+    tensors, whole = file_tensors(tensors, model), tensors
     ours = {hf_name(name): name for name in tensors}
     cast = {theirs: tensors[name].detach().to(torch_dtype) for theirs, name in ours.items()}
     # Sizes of the full model, of which a rank may have a part, so that all ranks choose the same files.
-    sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in parameter_shapes(model).items()}
+    full = file_tensors(parameter_shapes(model), model)
+    sizes = {hf_name(name): t.numel() * torch_dtype.itemsize for name, t in full.items()}
+
+    def read_tensor(name: str) -> Tensor:
+        assert read is not None
+        if name in whole:
+            return read(name)
+        parameter, _, i = name.rpartition(".")
+        return read(parameter)[int(i)]
 
     def value(name: str) -> Tensor:
-        tensor = finite(local(cast[name]) if read is None else read(ours[name]).to(torch_dtype), name)
+        tensor = finite(local(cast[name]) if read is None else read_tensor(ours[name]).to(torch_dtype), name)
         bar.update(tensor.nbytes)
         return tensor
 
@@ -332,7 +370,7 @@ class HuggingFaceFolder(WeightFormat):
 
     def load(self, tensors: Mapping[str, Tensor], folder: Path, model: DecoderConfig) -> None:
         found = broadcast_from_rank0(lambda: find_tensors(folder, model))
-        gather_from_all_ranks(lambda: read_into(tensors, found))
+        gather_from_all_ranks(lambda: read_into(file_tensors(tensors, model), found))
 
 
 HUGGING_FACE_FOLDER = HuggingFaceFolder()

@@ -1,0 +1,121 @@
+"""The experts of a layer: each token's rows go to its experts, wherever these are, and come back.
+
+Shapes in comments: n = tokens of this rank, k = experts per token, E = experts, rows = pairs of a token and an expert.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torchtrain.distributed.mesh import local
+
+
+class Experts(nn.Module):
+    """SwiGLU experts, w2(silu(w1 x) * w3 x), with one 3-D parameter for each of the three projections of all experts.
+
+    ``expert_group``: the ranks that divide the experts among them; None: this rank has all. With tensor parallelism a
+    rank has a part of each expert's inner width, and the results are summands.
+    """
+
+    expert_group: dist.ProcessGroup | None = None
+    rows_computed = 0
+    """Of the last forward; the rows of all ranks are those that the routers have sent, since none is dropped."""
+
+    def __init__(self, dim: int, inner: int, experts: int) -> None:
+        super().__init__()
+        self.experts = experts
+        self.w1 = nn.Parameter(torch.empty(experts, inner, dim))
+        self.w2 = nn.Parameter(torch.empty(experts, dim, inner))
+        self.w3 = nn.Parameter(torch.empty(experts, inner, dim))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        """Outputs (n, k, dim) of the experts ``chosen`` (n, k), numbers from 0, for the tokens ``x`` (n, dim)."""
+        # Stable, so that an expert's rows are in the order of the tokens.
+        order = chosen.flatten().argsort(stable=True)  # of the rows, by expert
+        rows = x[order // chosen.shape[1]]
+        counts = count_experts(chosen, self.experts)
+        if self.expert_group is None:
+            outputs = self.compute(rows, sizes_of(counts, len(rows)))
+        else:
+            outputs = self.compute_elsewhere(rows, counts, self.expert_group)
+        return outputs[order.argsort().view(chosen.shape)]  # each row back to its place
+
+    def compute_elsewhere(self, rows: Tensor, counts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Outputs of ``rows``, which are in the order of their experts, by the ranks of ``group`` that have these.
+
+        ``counts``: rows of each expert. Rank r of ``group`` has the experts from r * E / ranks on.
+        """
+        received = torch.empty_like(counts)  # the rows of this rank's experts: of those from rank 0, then rank 1, ...
+        dist.all_to_all_single(received, counts, group=group)
+        by_source = received.view(group.size(), -1)  # (ranks, E / ranks)
+        # The sizes of messages must be known to the host, which waits here for the routers of all these ranks.
+        sizes: list[list[int]] = torch.stack((counts.view_as(by_source).sum(1), by_source.sum(1))).tolist()
+        sent_sizes, received_sizes = sizes
+        arrived = AllToAll.apply(rows, sent_sizes, received_sizes, group)
+        experts = torch.arange(by_source.shape[1], device=rows.device).repeat(group.size())
+        order = experts.repeat_interleave(received, output_size=len(arrived)).argsort(stable=True)
+        outputs = self.compute(arrived[order], by_source.sum(0).tolist())
+        return AllToAll.apply(outputs[order.argsort()], received_sizes, sent_sizes, group)  # type: ignore[no-any-return]
+
+    def compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Outputs of ``rows``, of which the first ``sizes[0]`` are of this rank's first expert, and so on."""
+        self.rows_computed = len(rows)
+        w1, w2, w3 = (local(weight) for weight in (self.w1, self.w2, self.w3))
+        product = grouped_product if has_grouped_kernel(rows) else product_by_expert
+        return product(F.silu(product(rows, w1, sizes)) * product(rows, w3, sizes), w2, sizes)
+
+
+def count_experts(chosen: Tensor, experts: int) -> Tensor:
+    """How often each expert is in ``chosen``: int64 of shape (E,)."""
+    if chosen.is_meta:  # shapes are computed without values
+        return chosen.new_zeros(experts)
+    return torch.bincount(chosen.flatten(), minlength=experts)
+
+
+def sizes_of(counts: Tensor, rows: int) -> list[int]:
+    """``counts`` as numbers, for which the host waits; on the meta device as for experts with equal loads."""
+    if counts.is_meta:
+        return [rows // len(counts) + (expert < rows % len(counts)) for expert in range(len(counts))]
+    return counts.tolist()  # type: ignore[no-any-return]
+
+
+def product_by_expert(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Multiply the rows of each expert by its matrix in ``weight`` (E, out, in): (rows, in) becomes (rows, out)."""
+    # unbind, whose backward stacks the gradients of all experts once; that of an index would add matrices of zeros.
+    parts = zip(rows.split(list(sizes)), weight.unbind(), strict=True)
+    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+
+
+def grouped_product(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
+    """``product_by_expert`` in one kernel."""
+    ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
+    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+
+def has_grouped_kernel(rows: Tensor) -> bool:
+    """Whether the device has a kernel for ``grouped_product``: GPUs from Hopper on, in bfloat16."""
+    return rows.is_cuda and rows.dtype is torch.bfloat16 and torch.cuda.get_device_capability() >= (9, 0)
+
+
+class AllToAll(torch.autograd.Function):
+    """Send ``sent[r]`` rows to rank r of ``group``, and receive ``received[r]`` rows from it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        sent, received = ctx.sizes
+        return exchange(grads[0], received, sent, ctx.group), None, None, None
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived

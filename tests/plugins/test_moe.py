@@ -1,0 +1,230 @@
+"""The mixtures of experts of the package in scripts/moe compute what transformers does, the same on every layout."""
+
+import importlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from gloo_pool import GlooPool
+from parity import TINY, Curve, assert_same_run, config_of
+from plugin_rank_functions import train_mixture
+from test_hf_families import SMALL, TOKENS, assert_close_to_largest
+from test_parallelism import layout
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from torchtrain.checkpoint.states import ModelState
+from torchtrain.checkpoint.weights import load_weights
+from torchtrain.config.registry import MODELS
+from torchtrain.distributed.mesh import ParallelDims
+from torchtrain.errors import ConfigError
+from torchtrain.models.model_config import build_model_config, to_model_section
+from torchtrain.models.spec import build_model, flops_per_token
+from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
+from torchtrain.plugins.huggingface.safetensors_folder import save_hf
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("OlmoeConfig", {"intermediate_size": 20}),
+    "qwen3_moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 20, "head_dim": 12}),
+}
+LOSSES = {"batch_balance_weight": 0.5, "sequence_balance_weight": 0.3, "z_weight": 0.2, "bias_rate": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def _registered(_restore_registries: None) -> None:
+    importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
+
+
+def random_model(name: str, **changes: Any) -> Any:
+    """A model of transformers in which norms differ from their initial values."""
+    kind, keys = FAMILIES[name]
+    config = getattr(transformers, kind)(**{**SMALL, "pad_token_id": None, **keys, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    for key, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, 1.0 if key.endswith("norm.weight") else 0.0, 0.2, generator=generator)
+    return model
+
+
+def tiny(name: str, **changes: Any) -> Any:
+    sizes = {key: value for key, value in vars(TINY).items() if key != "head_size"}
+    own = {"head_dim": 6, "n_experts": 8, "top_k": 3, "normalize_top_k": name == "qwen3_moe"}
+    changes = {"norm_all_heads": name == "olmoe", **own, **changes}
+    return MODELS[name].config_class(**sizes | changes | {"ffn_dim": 24, "family": name})
+
+
+def ours_as_theirs(gradients: dict[str, Tensor], name_of: Any) -> dict[str, Tensor]:
+    """Gradients of our parameters under transformers' names, with the experts as it has them in memory."""
+    found = {}
+    for key, gradient in gradients.items():
+        layer, is_expert, projection = key.partition(".feed_forward.experts.")
+        if not is_expert:
+            found[name_of(key)] = gradient
+        elif projection == "w2":
+            found[f"model.{layer}.mlp.experts.down_proj"] = gradient
+        elif projection == "w1":
+            both = gradient, gradients[f"{layer}.feed_forward.experts.w3"]
+            found[f"model.{layer}.mlp.experts.gate_up_proj"] = torch.cat(both, dim=1)
+    return found
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("experts", [16, 64])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("normalize", [False, True])
+def test_family_computes_what_transformers_does(tmp_path: Path, name: str, experts: int, normalize: bool) -> None:
+    """Logits, loss, gradients, generated tokens, and the folder that an export writes."""
+    keys = {"num_experts": experts, "num_experts_per_tok": 4, "norm_topk_prob": normalize}
+    theirs = random_model(name, **keys)
+    theirs.save_pretrained(tmp_path / "in")
+    shape: Any = read_hf_config(tmp_path / "in")
+    assert (shape.n_experts, shape.top_k, shape.normalize_top_k, shape.ffn_dim) == (experts, 4, normalize, 20)
+    model = build_model(shape)
+    load_weights([model], tmp_path / "in", shape)
+    logits, expected = model(TOKENS), theirs(TOKENS, labels=TOKENS)
+    assert_close_to_largest(logits, expected.logits)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-6, atol=0)
+    loss.backward()
+    expected.loss.backward()
+    found = ours_as_theirs(
+        {key: parameter.grad for key, parameter in model.named_parameters()}, MODELS[name].hf.parameter_name
+    )
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    assert found.keys() == gradients.keys()
+    for key, gradient in found.items():
+        assert_close_to_largest(gradient, gradients[key])
+
+    save_hf(ModelState([model]).state_dict(), tmp_path / "out", shape, "float32", "")
+    assert read_hf_config(tmp_path / "out") == shape
+    reloaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    assert type(reloaded) is type(theirs)
+    for (key, ours), parameter in zip(reloaded.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(ours, parameter), key
+
+    prompt = TOKENS[:1, :5]
+    mask = torch.ones_like(prompt)
+    generated = theirs.generate(prompt, attention_mask=mask, max_new_tokens=8, do_sample=False, pad_token_id=0)
+    steps = generate(model, prompt.tolist(), Sampling(), max_new_tokens=8)
+    assert [token for (token,) in steps] == generated[0, 5:].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_config_survives_a_round_trip_through_the_model_section(name: str) -> None:
+    config = tiny(name, **LOSSES)
+    section = to_model_section(config, "")
+    built = build_model_config(section, None, config.max_seq_len)
+    assert built == config
+    assert all(getattr(built, key) == value for key, value in LOSSES.items())
+    kind, keys = FAMILIES[name]
+    content = getattr(transformers, kind)(**{**SMALL, **keys, "num_experts": 16}).to_dict()
+    assert config_from_hf(content).n_experts == 16  # type: ignore[attr-defined]
+
+
+def test_flops_are_those_of_the_experts_that_a_token_uses() -> None:
+    config, seq = tiny("olmoe"), TINY.max_seq_len
+    with FlopCounterMode(display=False) as counter:
+        build_model(config)(torch.zeros(1, seq, dtype=torch.int64))
+    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    attention = 12 * config.n_layers * config.n_heads * config.head_size * seq
+    assert flops_per_token(config, seq) == 3 * products // seq + attention
+
+
+def run(gloo: GlooPool, text: str, name: str, experts: int = 1, steps: int = 3, **options: Any) -> list[Curve]:
+    """Train on a layout, such as "S2 T2" in ``test_parallelism``, with ``experts`` as the expert degree."""
+    ranks, degrees = layout(text)
+    rows = 8 // (degrees.get("data_parallel_shard_degree", 1) * degrees.get("data_parallel_replicate_degree", 1))
+    local = options.pop("local_batch_size", rows)
+    changes = options.pop("changes", LOSSES)
+    config = config_of(
+        training={"local_batch_size": local, "global_batch_size": 8},
+        moe={"expert_parallel_degree": experts},
+        **options.pop("sections", {}),
+    )
+    config = replace(config, parallelism=replace(config.parallelism, **degrees, **options))
+    return gloo.run(ranks, train_mixture, config, tiny(name, **changes), steps)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("text", ["S2", "T2", "C2", "P2"])
+def test_layout_matches_one_rank(gloo: GlooPool, text: str) -> None:
+    (reference,) = run(gloo, "S1", "olmoe")
+    assert_same_run(run(gloo, text, "olmoe"), reference)
+
+
+@pytest.mark.parametrize("text", ["S2", "C2"])
+def test_expert_parallelism_matches_one_rank(gloo: GlooPool, text: str) -> None:
+    (reference,) = run(gloo, "S1", "qwen3_moe")
+    assert_same_run(run(gloo, text, "qwen3_moe", experts=2), reference)
+
+
+SLOW_LAYOUTS = {
+    "S4": (1, 2, 4),
+    "R2": (1,),
+    "R2 S2": (1, 2),
+    "S2 T2": (1, 2),
+    "S2 C2": (1, 2, 4),
+    "P2 S2": (1, 2),
+    "S2 T2 P2": (2,),
+    "R2 S2 T2": (2,),
+    "P2 Interleaved1F1B": (1,),
+    "P2 S2 InterleavedZeroBubble": (1, 2),
+    "P2 ZBVZeroBubble": (1,),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "experts"), [(text, degree) for text, degrees in SLOW_LAYOUTS.items() for degree in degrees]
+)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_layout_matches_one_rank(gloo: GlooPool, name: str, text: str, experts: int) -> None:
+    (reference,) = run(gloo, "S1", name)
+    assert_same_run(run(gloo, text, name, experts=experts), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{"mode": "full"}, {"mode": "selective"}, {"selective_option": "2"}])
+@pytest.mark.parametrize(("text", "experts"), [("S1", 1), ("S2", 2), ("T2", 1)])
+def test_activation_checkpointing_changes_nothing(
+    gloo: GlooPool, text: str, experts: int, options: dict[str, str]
+) -> None:
+    (reference,) = run(gloo, "S1", "olmoe")
+    sections = {"activation_checkpoint": {"mode": "selective", **options}}
+    assert_same_run(run(gloo, text, "olmoe", experts=experts, sections=sections), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["T2", "S2 T2"])
+def test_tensor_parallelism_without_sequence_parallelism_matches_one_rank(gloo: GlooPool, text: str) -> None:
+    (reference,) = run(gloo, "S1", "olmoe")
+    experts = 2 if "S2" in text else 1
+    assert_same_run(run(gloo, text, "olmoe", experts=experts, enable_sequence_parallel=False), reference)
+
+
+def test_microbatches_change_nothing(gloo: GlooPool) -> None:
+    (reference,) = run(gloo, "S1", "olmoe")
+    assert_same_run(run(gloo, "S1", "olmoe", local_batch_size=2), reference)
+
+
+@pytest.mark.parametrize(
+    ("degree", "dims", "changes", "message"),
+    [
+        (3, ParallelDims(shard=6), {}, "expert_parallel_degree = 3 must divide n_experts = 8; try 1 or 2"),
+        (4, ParallelDims(shard=2, tensor=2), {}, "must divide data_parallel_shard_degree [*] context degree = 2; try"),
+        (2, ParallelDims(shard=2), {"training": {"sums": "exact"}}, "rounds the gradient of each rank's rows"),
+        (1, ParallelDims(), {"compile": {"enable": True}}, "blocks are compiled for fixed sizes; set it to false"),
+    ],
+)
+def test_what_does_not_combine_is_rejected(degree: int, dims: Any, changes: dict[str, Any], message: str) -> None:
+    check_run = importlib.import_module("torchtrain_moe.parallel").check_run
+    with pytest.raises(ConfigError, match=message):
+        check_run(degree, config_of(**changes), tiny("olmoe"), dims)
+    check_run(1, config_of(), TINY, dims)
+    with pytest.raises(ConfigError, match="expert_parallel_degree = 2 needs a mixture of experts"):
+        check_run(2, config_of(), TINY, dims)
