@@ -41,8 +41,9 @@ def apply_fsdp(
         # immediately. On one rank there is no all-gather, but a resharded block would be cast to param_dtype again.
         by_default = i < len(blocks) - 1 and parallelism.pipeline_parallel_degree == 1 and mesh.size() > 1
         reshard = {"always": True, "never": False, "default": by_default}[parallelism.fsdp_reshard_after_forward]
-        for module in (module for module in block.modules() if module in own_meshes):
-            shard(module, mesh=own_meshes[module], reshard_after_forward=reshard)
+        for child in block.modules():
+            if child in own_meshes:
+                shard(child, mesh=own_meshes[child], reshard_after_forward=reshard)
         shard(block, reshard_after_forward=reshard)
     own_group = shard_output_layer(model, shard) if reducer.by_block else set()
     always = parallelism.fsdp_reshard_after_forward == "always"

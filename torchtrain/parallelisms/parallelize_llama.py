@@ -80,13 +80,13 @@ def check_meshes(
     On ranks of a missing dimension, copies of the parameter would diverge. A module in ``own_meshes`` divides the
     dimensions further: its parameters must be on as many ranks.
     """
-    of_own = {parameter for module in own_meshes for parameter in module.parameters()}
+    divided = {parameter for module in own_meshes for parameter in module.parameters()}
     expected = (*(fsdp.mesh_dim_names or ()), *(("tensor",) if tensor.size() > 1 else ()))
     for name, parameter in model.named_parameters():
-        axes = parameter.device_mesh.mesh_dim_names if isinstance(parameter, DTensor) else ()
-        if parameter in of_own and parameter.device_mesh.size() == fsdp.size() * tensor.size():
-            continue
-        if axes != expected:
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        axes = () if mesh is None else mesh.mesh_dim_names
+        on_all = mesh is not None and parameter in divided and mesh.size() == fsdp.size() * tensor.size()
+        if axes != expected and not on_all:
             module = type(model.get_submodule(name.rpartition(".")[0])).__name__
             raise ConfigError(
                 f"model.name = {model.config.family!r}: {full_name(name)} is on the mesh {axes}, not {expected}. "

@@ -79,12 +79,10 @@ def _sharded_like(tensor: Tensor, view: Tensor) -> Tensor:
     """A slice along the first dimension of ``tensor``, whose part on this rank is ``view``."""
     if not isinstance(tensor, DTensor):
         return view
-    axes = [i for i, placement in enumerate(tensor.placements) if placement.is_shard() and placement.dim > 0]
-    if not axes:
-        return view
-    (axis,) = axes  # that of tensor parallelism
-    mesh = tensor.device_mesh[(tensor.device_mesh.mesh_dim_names or ())[axis]]
-    return DTensor.from_local(view, mesh, [Shard(tensor.placements[axis].dim - 1)], run_check=False)
+    for name, placement in zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True):
+        if isinstance(placement, Shard) and placement.dim > 0:  # by tensor parallelism
+            return DTensor.from_local(view, tensor.device_mesh[name], [Shard(placement.dim - 1)], run_check=False)
+    return view
 
 
 def find_tensors(folder: Path, model: DecoderConfig) -> dict[str, Source]:

@@ -6,7 +6,8 @@ from dataclasses import astuple, dataclass, field, fields, replace
 from itertools import combinations
 from typing import Any, get_args, get_type_hints
 
-from torchtrain.config.schema import JobConfig
+from torchtrain.config.registry import CONFIG_SECTIONS
+from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.parallelisms.options import ParallelismConfig
@@ -25,6 +26,8 @@ class Layout:
     dims: ParallelDims = field(default_factory=ParallelDims)
     schedule: Any = DEFAULT.pipeline_parallel_schedule
     sequence_parallel: bool = True
+    options: tuple[tuple[str, int], ...] = ()
+    """Degrees of plugins, such as ("moe.expert_parallel_degree", 2)."""
 
     def __str__(self) -> str:
         words = [f"{axis}={degree}" for axis, degree in self.degrees.items()]
@@ -32,6 +35,7 @@ class Layout:
             words.append(f"schedule={self.schedule}")
         if not self.sequence_parallel:
             words.append("sequence_parallel=false")
+        words += [f"{name}={degree}" for name, degree in self.options]
         return ",".join(words) or "one rank"
 
     @property
@@ -61,7 +65,11 @@ class Layout:
         # A schedule needs as many microbatches as there are stages.
         local = rows if self.ranks == 1 else max(1, rows // 2, min(rows, self.dims.pipeline))
         training = replace(config.training, local_batch_size=local, global_batch_size=ROWS)
-        return replace(config, parallelism=parallelism, training=training)
+        plugins = dict(config.plugins)
+        for name, degree in self.options:
+            section, _, key = name.partition(".")
+            plugins[section] = replace(section_of(config, CONFIG_SECTIONS[section]), **{key: degree})
+        return replace(config, parallelism=parallelism, training=training, plugins=plugins)
 
 
 def parse_layout(text: str) -> Layout:
@@ -76,12 +84,23 @@ def parse_layout(text: str) -> Layout:
             layout = replace(layout, schedule=value)
         elif key == "sequence_parallel" and value in ("true", "false"):
             layout = replace(layout, sequence_parallel=value == "true")
+        elif is_degree(key) and value.isdecimal() and int(value) > 0:
+            layout = replace(layout, options=(*layout.options, (key, int(value))))
         else:
             raise ConfigError(
                 f"--layouts {text!r}: {word!r} must be one of {', '.join(f'{axis}=N' for axis in AXES)}, "
-                f"sequence_parallel=false and schedule=NAME, of {', '.join(SCHEDULES)}"
+                f"sequence_parallel=false and schedule=NAME, of {', '.join(SCHEDULES)}, or a degree of a plugin by its "
+                "full name"
             )
     return layout
+
+
+def is_degree(name: str) -> bool:
+    """Whether ``name`` is an option of a plugin such as ``moe.expert_parallel_degree``."""
+    section, _, key = name.partition(".")
+    if section not in CONFIG_SECTIONS or not key.endswith("_parallel_degree"):
+        return False
+    return key in {field.name for field in fields(CONFIG_SECTIONS[section])}
 
 
 def default_layouts(most_ranks: int) -> list[Layout]:
