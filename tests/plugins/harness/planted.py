@@ -9,14 +9,14 @@ from typing import Any
 PACKAGE = Path(__file__).parents[3] / "torchtrain"
 
 
-def plant(file: str, old: str, new: str) -> None:
-    """Replace functions of a module of the package by those of its source with ``new`` in place of ``old``.
+def plant(file: str, old: str, new: str, package: str = "torchtrain") -> None:
+    """Replace functions of a module of ``package`` by those of its source with ``new`` in place of ``old``.
 
     Args:
         file: the path in the package, such as ``trainer.py``.
     """
-    module = import_module(f"torchtrain.{file.removesuffix('.py').replace('/', '.')}")
-    text = (PACKAGE / file).read_text()
+    module = import_module(f"{package}.{file.removesuffix('.py').replace('/', '.')}")
+    text = Path(str(module.__file__)).read_text()
     assert text.count(old) == 1, f"{old!r} must be in {file} once"
     faulty: dict[str, Any] = {"__name__": module.__name__}
     exec(compile(text.replace(old, new), file, "exec"), faulty)

@@ -18,6 +18,7 @@ from torchtrain.parallelisms.options import ActivationCheckpointConfig, Parallel
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
+from torchtrain.trainer import TrainStep
 
 
 def export(model: Transformer, folder: Path, dtype: str = "float32") -> None:
@@ -76,3 +77,13 @@ def train_mixture(config: JobConfig, shape: TransformerConfig, steps: int = STEP
     """``train`` a model of the package in ``scripts/moe``."""
     import_modules(["torchtrain_moe"])
     return train(config, shape, steps)
+
+
+def count_routers(config: JobConfig, shape: TransformerConfig) -> torch.Tensor:
+    """Train a mixture of experts; returns what its routers have counted in the last step, one row per layer."""
+    import_modules(["torchtrain_moe"])
+    from torchtrain_moe.model import routers
+
+    steps: list[TrainStep] = []
+    train(config, shape, attach=steps.append)
+    return torch.stack([router.last for router in routers(steps[0].model.model_parts)])
