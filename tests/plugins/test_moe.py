@@ -24,9 +24,11 @@ from torchtrain.distributed.mesh import ParallelDims
 from torchtrain.errors import ConfigError
 from torchtrain.models.model_config import build_model_config, to_model_section
 from torchtrain.models.spec import build_model, flops_per_token
+from torchtrain.optimizers.options import OptimizerConfig
 from torchtrain.plugins.evaluation.generation import Sampling, generate
 from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
+from torchtrain.plugins.muon.muon import Muon, MuonOptions
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"intermediate_size": 20}),
@@ -205,6 +207,37 @@ def test_tensor_parallelism_without_sequence_parallelism_matches_one_rank(gloo: 
     (reference,) = run(gloo, "S1", "olmoe")
     experts = 2 if "S2" in text else 1
     assert_same_run(run(gloo, text, "olmoe", experts=experts, enable_sequence_parallel=False), reference)
+
+
+@pytest.mark.parametrize(
+    ("text", "experts"),
+    [("S2", 2), *(pytest.param(t, n, marks=pytest.mark.slow) for t, n in (("T2", 1), ("R2 S2", 2)))],
+)
+def test_muon_on_a_layout_matches_one_rank(gloo: GlooPool, text: str, experts: int) -> None:
+    options: Any = {"sections": {"optimizer": {"name": "muon"}}, "changes": {"n_layers": 2, **LOSSES}}
+    (reference,) = run(gloo, "S1", "olmoe", **options)
+    curves = run(gloo, text, "olmoe", experts=experts, **options)
+    assert_same_run(curves, reference)
+    assert_close_to_largest(curves[0].last[W2], reference.last[W2])
+
+
+W2 = "layers.0.feed_forward.experts.w2"
+
+
+def test_muon_updates_each_expert_as_a_matrix_of_its_own() -> None:
+    config = OptimizerConfig(name="muon")
+    gradient = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(0))
+
+    def updated(*parameters: Tensor) -> list[Tensor]:
+        named = [(f"layers.{i}.w", torch.nn.Parameter(torch.ones_like(p))) for i, p in enumerate(parameters)]
+        for (_, parameter), grad in zip(named, parameters, strict=True):
+            parameter.grad = grad.clone()
+        group = {"params": named, "name": "hidden", "lr": 0.1, "lr_factor": 1.0, "weight_decay": 0.1}
+        Muon([group], config, MuonOptions(dtype="float32"), None).step()
+        return [parameter.detach() for _, parameter in named]
+
+    (stacked,) = updated(gradient)
+    torch.testing.assert_close(stacked, torch.stack(updated(*gradient)))
 
 
 def test_microbatches_change_nothing(gloo: GlooPool) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from torchtrain.config.section import Count, Section
@@ -48,9 +49,10 @@ def shard_of(matrix: Tensor, degrees: ParallelDims, rank: int) -> tuple[slice, s
     """
     # If there is tensor parallelism, it is the innermost dimension of the mesh.
     placement = matrix.placements[-1] if isinstance(matrix, DTensor) else Shard(0)
-    assert isinstance(placement, Shard)
     spans = [range(size) for size in matrix.shape]
-    by_tensor = placement.dim, rank % degrees.tensor, degrees.tensor
+    by_tensor = 0, 0, 1  # all tensor-parallel ranks have the same, as of a router
+    if isinstance(placement, Shard):
+        by_tensor = placement.dim, rank % degrees.tensor, degrees.tensor
     by_fsdp = 0, rank // degrees.tensor % degrees.fsdp, degrees.fsdp
     for axis, number, count in (by_tensor, by_fsdp):
         size = math.ceil(len(spans[axis]) / count)
@@ -118,9 +120,11 @@ class Muon(ShardedOptimizer):
         # The ranks of this rank's replica, which together hold all gradients once. An owner receives only from these.
         first = self.rank // replica_ranks * replica_ranks
         self.replica = range(first, first + replica_ranks)
-        self.group_of = {matrix: group for group in self.param_groups for matrix in group["params"]}
+        of_all = {parameter: group for group in self.param_groups for parameter in group["params"]}
+        self.group_of = {parameter: group for parameter, group in of_all.items() if parameter.ndim == 2}
+        self.stacks = {parameter: group for parameter, group in of_all.items() if parameter.ndim == 3}
         # The device of communication and computation; with CPU offload the parameters are in CPU memory.
-        device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(self.group_of)).device
+        device = torch.device(mesh.world.device_type) if mesh is not None else next(iter(of_all)).device
         assert all(self._elements(matrix, self.rank) == local(matrix).numel() for matrix in self.group_of)
         self.set_dtype(torch.bfloat16 if options.dtype == "auto" else getattr(torch, options.dtype), device)
 
@@ -141,11 +145,12 @@ class Muon(ShardedOptimizer):
 
     @classmethod
     def check_parameter(cls, name: str, parameter: Tensor) -> None:
-        if parameter.ndim != 2:
+        if parameter.ndim not in (2, 3):
             shape = " x ".join(map(str, parameter.shape))
             raise ConfigError(
-                f"muon cannot update {name}, whose shape is {shape}: it takes matrices, of two dimensions. Select "
-                f"another optimizer for it: [[optimizer.groups]] with params = {name!r} and optimizer = 'adamw'"
+                f"muon cannot update {name}, whose shape is {shape}: it takes matrices, of two dimensions, and stacks "
+                f"of them. Select another optimizer for it: [[optimizer.groups]] with params = {name!r} and "
+                "optimizer = 'adamw'"
             )
 
     @classmethod
@@ -174,6 +179,30 @@ class Muon(ShardedOptimizer):
             apply_previous = partial(self._apply, bucket, self._scatter(bucket, updates), skip)
         assert apply_previous is not None
         apply_previous()
+        for stack, group in self.stacks.items():
+            self._update_stack(stack, group, skip)
+
+    def _update_stack(self, stack: Tensor, group: ParameterGroup, skip: Tensor | None) -> None:
+        """Update each matrix of ``stack`` (n, rows, columns), such as those of experts.
+
+        FSDP and expert parallelism shard its first dimension, so that this rank has whole matrices, or with tensor
+        parallelism parts, which its ranks gather; each of them then orthogonalizes all.
+        """
+        momentum, shard = self._accumulate(stack, skip).to(self.empty), local(stack)
+        inner: list[tuple[DeviceMesh, Shard]] = []
+        if isinstance(stack, DTensor):
+            for name, axis in zip(stack.device_mesh.mesh_dim_names or (), stack.placements, strict=True):
+                if isinstance(axis, Shard) and axis.dim > 0:
+                    inner.append((stack.device_mesh[name], axis))
+        for mesh, axis in inner:
+            momentum = DTensor.from_local(momentum, mesh, [axis], run_check=False).full_tensor()
+        update = torch.empty_like(momentum)
+        for matrix, orthogonal in zip(momentum, update, strict=True):
+            orthogonal.copy_(orthogonalize(matrix, self.options.iterations))
+        for mesh, axis in inner:
+            update = update.chunk(mesh.size(), axis.dim)[mesh.get_local_rank()]
+        change = update.to(shard) * (-group["lr"] * ADAMW_RMS * math.sqrt(max(stack.shape[1:])))
+        assign(shard, (shard * (1 - group["lr"] * group["weight_decay"])).add_(change), skip)
 
     def _gather(self, bucket: Bucket, skip: Tensor | None) -> Callable[[], Tensor]:
         """Start sending this rank's shards of the momenta to the owners.
