@@ -16,7 +16,7 @@ class MoESection(Section, name="moe"):
     """How a mixture of experts is divided over ranks. What it computes is set in [model.options]."""
 
     changes_run = False
-    may_differ_between_parts = True
+    may_differ_between_stages = True
 
     expert_parallel_degree: Count = 1
     """Number of ranks that divide the experts of a layer among them, out of those over which FSDP shards: each computes
