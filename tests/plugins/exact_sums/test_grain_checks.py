@@ -56,8 +56,6 @@ def test_valid_configs_are_accepted() -> None:
         ({"compile": {"enable": True}}, r"compile.enable = true cannot be combined with them: set it to false"),
         ({"float8": {"recipe": "rowwise"}}, r"float8.recipe cannot be combined with them: set it to 'none'"),
         ({"training": {"enable_cpu_offload": True}}, r"training.enable_cpu_offload = true cannot be combined with"),
-        ({"recheck": {"interval": 2}}, r"recheck.interval cannot be combined with them: set it to 0"),
-        ({"replicas": {"lighthouse": "http://a:1", "id": "0"}}, r"replicas.lighthouse cannot be combined with them"),
         ({"comparison": {"fingerprint_steps": (1,)}}, r"comparison.fingerprint_steps cannot be combined with them"),
         (
             {"evaluation": {"prompts": ("a",)}, "data": {"held_out": 0.1}},

@@ -104,6 +104,12 @@ UNCHANGED = [
         id="exact sums, HSDP",
         marks=pytest.mark.slow,
     ),
+    pytest.param(
+        4,
+        8,
+        {**EXACT, "grains": {"tensor": 2, "context": 4}, "parallelism": {"context_parallel_degree": 2}},
+        id="context, grains",
+    ),
     pytest.param(4, 8, {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}, id="tensor", marks=pytest.mark.slow),
     pytest.param(4, 8, {"parallelism": {"context_parallel_degree": 2}}, id="context", marks=pytest.mark.slow),
     pytest.param(4, 8, {"parallelism": {"pipeline_parallel_degree": 2}}, id="pipeline", marks=pytest.mark.slow),

@@ -90,6 +90,14 @@ def test_a_death_anywhere_in_a_step_changes_no_bit(place: str, layout: str, refe
 
 
 @pytest.mark.slow
+def test_a_death_changes_no_bit_of_one_rank_with_grains(references: Any, started: Any) -> None:
+    grains = ["--grains.tensor=2", "--grains.context=2"]
+    replicas = started(*grains, "--parallelism.tensor_parallel_degree=2", ranks=2)
+    assert kill_and_restart(replicas, ["1"], Kill(5, "all-reduce")) == {name: [0, 0] for name in "012"}
+    assert differences(replicas.folder, references(*grains)) == []
+
+
+@pytest.mark.slow
 def test_two_at_once_with_muon_averages_and_validation(references: Any, started: Any) -> None:
     reference = references(*MUON)
     replicas = started(*MUON)

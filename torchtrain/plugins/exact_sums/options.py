@@ -81,10 +81,8 @@ class GrainsConfig(Section, name="grains"):
                 "evaluation.prompts and evaluation.tasks",
                 "evaluate checkpoints by python -m torchtrain.evaluate",
             ),
-            # Not tried with grains.
+            # Not tried with grains: it needs a GPU.
             (config.training.enable_cpu_offload, "training.enable_cpu_offload = true", "set it to false"),
-            (option_of_plugin(config, "recheck.interval"), "recheck.interval", "set it to 0"),
-            (option_of_plugin(config, "replicas.lighthouse"), "replicas.lighthouse", "train without replicas"),
         ):
             require(not is_set, f"{rule} {option} cannot be combined with them: {way_out}, {off}")
 
