@@ -1,3 +1,3 @@
 """Plugin: verify that a model trains the same run on every layout (docs/verify-layouts.md)."""
 
-REQUIRES = ("torchtrain.plugins.comparison",)  # the fingerprints of tensors
+REQUIRES = ("torchtrain.plugins.comparison", "torchtrain.plugins.exact_sums")  # fingerprints of tensors, and grains

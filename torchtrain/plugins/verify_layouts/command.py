@@ -1,7 +1,8 @@
 """Verify that a model trains the same run on every layout, on CPUs: ``python -m torchtrain.verify_layouts``.
 
 Takes every option of the trainer, such as --job.config_file and --job.import. It makes the model of the config small,
-trains a few steps in float64 on one rank and on each layout, and names the first tensor that differs. It reads no data.
+trains a few steps in float64 on one rank and on each layout, and names the first tensor that differs. --bits compares
+bits in the dtype of the config instead. It reads no data.
 
 Exit code 0: all layouts are the same, or by default rejected by the config; 1: a layout differs, fails or hangs, or one
 of --layouts is rejected; 2: the config is invalid, or no layout was compared. See docs/verify-layouts.md.
@@ -33,6 +34,8 @@ class VerifyOptions:
     """Steps to train. The second one shows what the first update has done."""
     as_is: bool = False
     """Keep the sizes of the model and the sequence length of the config."""
+    bits: bool = False
+    """Train in the dtype of the config, with grains (docs/parallelism.md), and compare all bits: no tolerance."""
     timeout_seconds: Annotated[int, at_least(1)] = 120
     """Time after which a layout hangs, in seconds."""
     json: bool = False
@@ -50,13 +53,20 @@ def main(argv: Sequence[str]) -> int:
     require_one_process("verify_layouts")
     config = parse(of_trainer)
     # Not above: --help needs no torch.
+    from torchtrain.plugins.verify_layouts.bits import bits_config
     from torchtrain.plugins.verify_layouts.layouts import default_layouts, parse_layout
     from torchtrain.plugins.verify_layouts.report import as_json, as_text, heading, summary
     from torchtrain.plugins.verify_layouts.small_config import describe_model, verified_config
     from torchtrain.plugins.verify_layouts.verification import verify
 
     layouts = [parse_layout(text) for text in options.layouts] or default_layouts(options.ranks)
+    of_user = config
     config, model_config, replaced = verified_config(config, as_is=options.as_is, steps=options.steps)
+    of_bits, dtype = None, "float64"
+    if options.bits:
+        of_bits, grains = bits_config(config, of_user, model_config)
+        dtype = of_bits.training.mixed_precision_param
+        replaced = [*(option for option in replaced if not option.startswith("training.sums")), grains]
 
     def show(text: str) -> None:
         if not options.json:
@@ -64,10 +74,10 @@ def main(argv: Sequence[str]) -> int:
             sys.stdout.write("".join(f"{wrapped(line, width) if width else line}\n" for line in text.split("\n")))
             sys.stdout.flush()
 
-    show(describe_model(model_config, replaced))
+    show(describe_model(model_config, dtype, replaced))
     show(heading(layouts))
     results = []
-    for result in verify(config, model_config, layouts, options.timeout_seconds):
+    for result in verify(config, model_config, layouts, options.timeout_seconds, of_bits):
         results.append(result)
         if options.layouts or result.verdict != "rejected":  # else in the summary
             show(as_text(result, layouts))

@@ -47,9 +47,18 @@ class Layout:
     def ranks(self) -> int:
         return math.prod(astuple(self.dims))
 
-    def apply(self, config: JobConfig) -> JobConfig:
-        """``config`` on this layout, with ``ROWS`` rows in a step: several microbatches, unless it is on one rank."""
+    def apply(self, config: JobConfig, *, microbatch_rows: int | None = None) -> JobConfig:
+        """``config`` on this layout, with ``ROWS`` rows in a step: several microbatches, unless it is on one rank.
+
+        ``microbatch_rows``: rows of each microbatch, also on one rank. By default those of a pipeline have one.
+        """
         rows = ROWS // self.dims.batch
+        # A schedule needs as many microbatches as there are stages.
+        local, microbatches = rows if self.ranks == 1 else max(1, rows // 2, min(rows, self.dims.pipeline)), -1
+        if microbatch_rows is not None:
+            local, microbatches = microbatch_rows, -1
+            if self.dims.pipeline > 1:
+                local, microbatches = rows, rows // microbatch_rows
         parallelism = replace(
             config.parallelism,
             pipeline_parallel_degree=self.dims.pipeline,
@@ -58,12 +67,10 @@ class Layout:
             context_parallel_degree=self.dims.context,
             tensor_parallel_degree=self.dims.tensor,
             pipeline_parallel_schedule=self.schedule,
-            pipeline_parallel_microbatches=-1,
+            pipeline_parallel_microbatches=microbatches,
             pipeline_parallel_layers_per_stage=(),
             enable_sequence_parallel=self.sequence_parallel,
         )
-        # A schedule needs as many microbatches as there are stages.
-        local = rows if self.ranks == 1 else max(1, rows // 2, min(rows, self.dims.pipeline))
         training = replace(config.training, local_batch_size=local, global_batch_size=ROWS)
         plugins = dict(config.plugins)
         for name, degree in self.options:

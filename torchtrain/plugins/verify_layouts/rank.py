@@ -15,7 +15,7 @@ from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, local
 from torchtrain.fault_tolerance.step_check import StepCheck
 from torchtrain.labels import IGNORE_INDEX
-from torchtrain.metrics.hooks import Hooks
+from torchtrain.metrics.hooks import Hook, Hooks
 from torchtrain.models.initialization import fill_parameter
 from torchtrain.models.parameters import full_name
 from torchtrain.models.spec import DecoderConfig
@@ -49,22 +49,34 @@ class RankRecord:
 
 
 class RecordingHook(FingerprintHook):
-    """Keeps the fingerprints of this rank, instead of writing those of all."""
+    """Keeps the fingerprints of this rank, instead of writing those of all.
 
-    def __init__(self, config: JobConfig, model: ParallelModel) -> None:
+    ``activations``: whether to record activations and their gradients, too.
+    """
+
+    def __init__(self, config: JobConfig, model: ParallelModel, *, activations: bool) -> None:
         super().__init__(config, model)
+        self.activations = activations
         self.recorded: list[dict[str, RankPart]] = []
+
+    def before_step(self, step: int, batch: Batch) -> None:
+        if self.activations:
+            super().before_step(step, batch)
+        self.active = True
 
     def keep(self, step: int, batch: Batch) -> None:  # noqa: ARG002
         self.recorded.append(dict(self.recorder.parts))
 
 
-def train_and_record(config: JobConfig, model_config: DecoderConfig, constant: frozenset[str] | None) -> RankRecord:
+def train_and_record(
+    config: JobConfig, model_config: DecoderConfig, constant: frozenset[str] | None, activations: bool
+) -> RankRecord:
     """Train ``config.training.steps`` steps on this process group, and record all tensors.
 
     Args:
         config: the result of ``Layout.apply``.
         constant: the names of parameters to add noise to; None on one rank, which finds them.
+        activations: whether to record activations and their gradients, too: half of the time of a step.
     """
     torch.set_default_dtype(torch.float64)
     device, steps = torch.device("cpu"), config.training.steps
@@ -78,38 +90,64 @@ def train_and_record(config: JobConfig, model_config: DecoderConfig, constant: f
     for module in chain.from_iterable(part.modules() for part in model.model_parts):
         if isinstance(module, FSDPModule):
             widen_policy(module)
-    initialize(model.model_parts, config.training.seed, device)
-    parameters = {full_name(name): p for part in model.model_parts for name, p in part.named_parameters()}
-    if constant is None:
-        constant = frozenset(name for name, p in parameters.items() if is_constant(local(p.detach())))
-    add_noise({name: parameters[name] for name in parameters.keys() & constant}, config.training.seed)
+    constant = initialize_with_noise(model, config.training.seed, constant)
     recorded = tuple(range(1, steps + 1))
     watched = replace(config, plugins={**config.plugins, "comparison": ComparisonConfig(fingerprint_steps=recorded)})
-    grad_norms = []
     with Float64():
-        optimizer = build_optimizer(model.model_parts, config.optimizer, mesh, model_config)
-        use_cpu_kernels(optimizer)
-        hook = RecordingHook(watched, model)
-        document_start = DOCUMENT_START if config.data.document_mask else None
-        train_step = (PlainTrainStep if is_plain else TrainStep)(
-            model,
-            Microbatches(mesh, device, config.training.local_batch_size, document_start),
-            optimizer,
-            LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
-            cast(StepCheck, lambda *_: None),  # no step is skipped
-            max_norm=config.training.max_norm,
-            wait_for_copies=lambda: None,
-            hooks=Hooks(hook),
-        )
-        rows = ROWS // dims.batch
-        first = dims.batch_rank(dist.get_rank()) * rows
-        for step in recorded:
-            batch = global_batch(step, model_config.vocab_size, config.training.seq_len)
-            own = Batch(batch.tokens[first : first + rows], batch.labels[first : first + rows])
-            _, grad_norm = train_step(step, own)
-            if not is_plain:
-                grad_norms.append(grad_norm.item())
-    return RankRecord(hook.recorded, grad_norms, constant)
+        hook = RecordingHook(watched, model, activations=activations)
+        grad_norms = train(config, model_config, model, hook, PlainTrainStep if is_plain else TrainStep)
+    return RankRecord(hook.recorded, [] if is_plain else grad_norms, constant)
+
+
+def train(
+    config: JobConfig,
+    model_config: DecoderConfig,
+    model: ParallelModel,
+    hook: Hook,
+    kind: type[TrainStep] = TrainStep,
+) -> list[float]:
+    """Train the steps of ``config``, which is resolved, and return their gradient norms."""
+    mesh, device, steps = model.mesh, model.device, config.training.steps
+    optimizer = build_optimizer(model.model_parts, config.optimizer, mesh, model_config)
+    use_cpu_kernels(optimizer)
+    train_step = kind(
+        model,
+        Microbatches(
+            mesh, device, config.training.local_batch_size, DOCUMENT_START if config.data.document_mask else None
+        ),
+        optimizer,
+        LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
+        cast(StepCheck, lambda *_: None),  # no step is skipped
+        max_norm=config.training.max_norm,
+        wait_for_copies=lambda: None,
+        hooks=Hooks(hook),
+    )
+    rows = ROWS // mesh.degrees.batch
+    first = mesh.degrees.batch_rank(dist.get_rank()) * rows
+    grad_norms = []
+    for step in range(1, steps + 1):
+        batch = global_batch(step, model_config.vocab_size, config.training.seq_len)
+        own = Batch(batch.tokens[first : first + rows], batch.labels[first : first + rows])
+        grad_norms.append(train_step(step, own)[1].item())
+    return grad_norms
+
+
+def named_parameters(model: ParallelModel) -> dict[str, Tensor]:
+    """The parameters of this rank by full name."""
+    return {full_name(name): p for part in model.model_parts for name, p in part.named_parameters()}
+
+
+def initialize_with_noise(model: ParallelModel, seed: int, constant: frozenset[str] | None) -> frozenset[str]:
+    """Initialize ``model``, and add noise to the parameters ``constant``.
+
+    Returns their names; None: those whose initial values are all equal, on one rank.
+    """
+    initialize(model.model_parts, seed, model.device)
+    parameters = named_parameters(model)
+    if constant is None:
+        constant = frozenset(name for name, p in parameters.items() if is_constant(local(p.detach())))
+    add_noise({name: parameters[name] for name in parameters.keys() & constant}, seed)
+    return constant
 
 
 def widen_policy(module: FSDPModule) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtrain.logging import counted
 from torchtrain.plugins.verify_layouts.layouts import Layout
-from torchtrain.plugins.verify_layouts.verdict import Difference
+from torchtrain.plugins.verify_layouts.verdict import Comparison, Difference
 from torchtrain.plugins.verify_layouts.verification import Result
 
 VERDICT_COLUMN = 10
@@ -32,10 +32,12 @@ def as_text(result: Result, layouts: Sequence[Layout]) -> str:
         return f"{start}{result.error}" + (f"\n  at {result.where}" if result.where else "")
     if comparison.difference is None:
         what = f"{counted(comparison.steps, 'step')}, {counted(comparison.tensors, 'tensor')}"
-        return f"{start}{what}, at most {comparison.largest:.1e} apart"
+        return f"{start}{what}, " + ("all bits" if comparison.is_bitwise else f"at most {comparison.largest:.1e} apart")
     lines = [f"{start}{describe(comparison.difference, result.layout)}"]
     if result.meaning:
         lines.append(f"  usually: {result.meaning}")
+    if result.in_float64 is not None:
+        lines.append(f"  in float64: {in_float64(result.in_float64, result.layout)}")
     if result.line is not None:
         lines.append(f"  {result.line.class_name} {result.line.module}, {result.line}")
     return "\n".join(lines)
@@ -59,6 +61,16 @@ def describe(difference: Difference, layout: Layout) -> str:
     return ": ".join([parts[0], "; ".join(parts[1:])])
 
 
+def in_float64(comparison: Comparison, layout: Layout) -> str:
+    """What a comparison in float64 says of a layout whose bits differ."""
+    if comparison.difference is not None:
+        return describe(comparison.difference, layout)
+    return (
+        f"at most {comparison.largest:.1e} apart: other rounding, as of sums in another order, or what only this dtype "
+        "or grains do"
+    )
+
+
 def summary(results: Sequence[Result], *, with_rejected: bool) -> str:
     """The last lines: what was rejected, by its reason, if ``with_rejected``; and the number of each verdict."""
     counts = Counter(result.verdict for result in results)
@@ -79,11 +91,14 @@ def as_json(results: Sequence[Result]) -> dict[str, Any]:
         comparison = result.comparison
         if comparison is not None:
             entry |= {"steps": comparison.steps, "tensors": comparison.tensors, "largest": comparison.largest}
+            entry["bitwise"] = comparison.is_bitwise
             if comparison.difference is not None:
                 found = asdict(comparison.difference)
                 if not math.isfinite(found["distance"]):  # JSON has no infinity
                     found["distance"] = None
                 entry |= {"difference": found, "meaning": result.meaning}
+                if result.in_float64 is not None:
+                    entry["in_float64"] = in_float64(result.in_float64, result.layout)
                 entry["line"] = None if result.line is None else asdict(result.line)
         else:
             entry |= {"error": result.error, "where": result.where}

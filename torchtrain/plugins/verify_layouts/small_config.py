@@ -122,12 +122,12 @@ def without_chunks(config: JobConfig) -> JobConfig:
     return replace(config, training=replace(config.training, loss_chunk_tokens=0))
 
 
-def describe_model(model: DecoderConfig, replaced: Sequence[str]) -> str:
+def describe_model(model: DecoderConfig, dtype: str, replaced: Sequence[str]) -> str:
     """One line about what is verified."""
     sizes = ""
     if not isinstance(model, PlainConfig):
         heads = f"{model.n_heads} heads ({model.n_kv_heads} for keys and values)"
         sizes = f"{model.n_layers} layers of width {model.dim}, {heads}, vocabulary {model.vocab_size}, "
-    return f"{model.family}: {sizes}sequences of {model.max_seq_len} tokens, float64" + "".join(
+    return f"{model.family}: {sizes}sequences of {model.max_seq_len} tokens, {dtype}" + "".join(
         f"; {option}" for option in replaced
     )

@@ -54,6 +54,8 @@ class Comparison:
     tensors: int
     largest: float
     """The largest distance of a tensor that does not differ, loss and updates aside."""
+    is_bitwise: bool = False
+    """Whether all bits were compared."""
 
 
 def kind_of(key: str, parameters: Mapping[str, Any]) -> str:
@@ -144,7 +146,7 @@ def _compare_norms(step: int, reference: RankRecord, records: Sequence[RankRecor
     if not ranks:
         return None, max(distances)
     ratios = np.array([ours[rank] / theirs for rank in ranks]) if theirs else np.array([])
-    return Difference(step, GRAD_NORM, GRAD_NORM, max(distances), ranks, _factor(ratios), ""), max(distances)
+    return Difference(step, GRAD_NORM, GRAD_NORM, max(distances), ranks, factor_of(ratios), ""), max(distances)
 
 
 def _difference(
@@ -160,7 +162,7 @@ def _difference(
 ) -> Difference:
     if kind == LOSS:  # one number, of which each rank has a summand
         ratio = assembled.numbers[:1] / theirs.numbers[:1]
-        return Difference(step, key, kind, apart, tuple(parts), _factor(ratio), "")
+        return Difference(step, key, kind, apart, tuple(parts), factor_of(ratio), "")
     name = key.removesuffix(" gradient").removesuffix(" update")
     indices = [index.numpy() for index in sample_indices(name, tuple(theirs.shape))]
     expected = theirs.numbers[3:]
@@ -180,7 +182,7 @@ def _difference(
         note = assembled.note
     elif _is_permuted(theirs, assembled, tolerance):
         note = "it has the same numbers in another order"
-    factor = _factor(np.concatenate(ratios)) if ratios else None
+    factor = factor_of(np.concatenate(ratios)) if ratios else None
     if assembled.note and math.isfinite(apart) and apart <= tolerance:
         apart = math.inf if "missing" in assembled.note else apart
     return Difference(step, key, kind, apart, tuple(ranks or parts), factor, note)
@@ -235,7 +237,7 @@ def _is_permuted(theirs: Fingerprint, ours: Fingerprint, tolerance: float) -> bo
     return bool(np.all(np.abs(x - y) <= tolerance * np.array([x[1], x[1], x[2]])))
 
 
-def _factor(ratios: Numbers) -> float | None:
+def factor_of(ratios: Numbers) -> float | None:
     """The number that all ``ratios`` are, if they are one number other than 1."""
     if not len(ratios) or not np.isfinite(ratios).all():
         return None
