@@ -133,7 +133,8 @@ def test_runs_are_bitwise_identical_on_any_layout(gloo: GlooPool, case: str, tex
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
-def test_matrix(gloo: GlooPool, case: str) -> None:
+def test_matrix(gloo: GlooPool, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo, "timeout_seconds", 900)  # of 20 steps
     changes, shape = CASES[case]
     steps = 20 if case in ("float32", "bfloat16") else 4
     reference, wrong = run(gloo, "", changes, shape, steps, rows=1), {}
