@@ -1231,6 +1231,15 @@ def test_replay_waits_for_the_host_and_for_collectives(
     if by_phase is not None:
         assert time.by_phase == by_phase
     assert sum(time.by_phase.values()) + sum(time.waiting.values()) == seconds
+    assert sum(time.kernels.values()) == sum(time.by_phase.values())
+
+
+def test_kernels_of_a_step_are_products_attention_and_others() -> None:
+    cost_model: Any = OneSecondLaunches()
+    product = replace(computed(3), flops=1)
+    attention = replace(computed(5, "backward"), flops=1, head_dim=64)
+    time = replay({0: [product, attention, computed(7), product]}, cost_model)[0]
+    assert time.kernels == {"forward, products": 6, "forward, others": 7, "backward, attention": 5}
 
 
 def test_replay_waits_for_messages_and_for_the_slowest_rank() -> None:
@@ -1291,7 +1300,7 @@ def test_estimate_follows_from_step_time_and_peak_memory() -> None:
     small = RankMemory(0, 0.0, 0.0, 0.0, [{key: (1.0,) * 6}] * 2, {0: {key: 6.0}})
     streams = {0: {key: 50.0 * GIB}, 1: {key: 8.0 * GIB}}
     large = replace(small, rank=1, by_stream=streams, fragmentation=2.0 * GIB)
-    figures = StepCosts([large, small], [], {}, {"step": 0.5})
+    figures = StepCosts([large, small], [], {}, {"step": 0.5}, {})
     found = Estimate(GPUS["h100-80"], ParallelDims(shard=4), figures, 4000, 172_800, 10**9, [])
     assert found.tokens_per_second_per_gpu == 2000
     assert found.mfu == pytest.approx(1e9 * 2000 / 989e12)

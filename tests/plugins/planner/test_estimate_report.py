@@ -82,12 +82,15 @@ def test_tables_of_a_large_run_fit_80_columns_and_have_plain_numbers() -> None:
     other = replace(memory, rank=1, peaks=[{("backward", "layers.30.feed_forward"): (1.0 * GIB,) * 6}] * 2)
     collective = {"axis": "shard", "op": "all_gather_into_tensor", "phase": "forward", "count": 2176, "bytes": 1e12}
     flops = {"forward": 9.57e15, "loss": 4.295e9}
-    large = StepCosts([memory, other], [collective], flops, {"step": 50.0, "forward": 50.0})
+    large = StepCosts(
+        [memory, other], [collective], flops, {"step": 50.0, "forward": 50.0}, {"forward, attention": 12.5}
+    )
     text = format_estimate(replace(found, costs=large))
     assert max(map(len, text.splitlines())) <= 80
     assert "peak in loss on rank 0; backward layers.30.feed_forward on rank 1" in text
     assert re.search("TFLOP per step on the busiest rank: 9,570\n  forward +9,570\n  loss +0.004295\n", text)
     assert re.search("shard: all-gather of activations, forward +2,176 +931.323\n", text)
+    assert re.search("seconds per step: 50.000 +products +attention +others +all\n  forward +12.500 +50.000$", text)
     stages = [(config, replace(found, costs=large, steps=1_234_567, dollars_per_gpu_hour=2.0))] * 2
     assert max(map(len, format_stages(stages).splitlines())) <= 80
 
@@ -213,7 +216,7 @@ def test_ranking_fits_a_screen_of_80_columns() -> None:
         config = JobConfig(activation_checkpoint=ActivationCheckpointConfig(mode=mode))  # type: ignore[arg-type]
         config = replace(config, training=replace(config.training, local_batch_size=batch))
         rank = RankMemory(0, 0, 0, 0, [{("", ""): (0,) * 6}] * 2, {0: {("", ""): memory * GIB}})
-        costs = StepCosts([rank], [], {}, {"step": 1.0})
+        costs = StepCosts([rank], [], {}, {"step": 1.0}, {})
         return config, Estimate(GPUS["h100-80"], ParallelDims(shard=8, tensor=2), costs, 1 << 20, 9, 1, ())
 
     common, wrapped, *table = format_ranking([layout(1, "none", 60), layout(16, "full", 20)]).splitlines()

@@ -14,6 +14,7 @@ from torchtrain.plugins.planner.hardware import GIB
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES
 from torchtrain.plugins.planner.summary import Estimate
+from torchtrain.plugins.planner.timing import KINDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,7 +76,7 @@ def format_memory(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def format_costs(estimate: Estimate) -> list[str]:
-    """FLOPs, collectives if there are any, and seconds of a step, on the busiest rank."""
+    """FLOPs, collectives if there are any, and seconds of a step by phase and kernel, on the busiest rank."""
     costs = estimate.costs
     flops = [f"  {phase:<32}{_digits(count / 1e12, 4)}" for phase, count in costs.flops_by_phase.items()]
     tables = [[f"TFLOP per step on the busiest rank: {_digits(sum(costs.flops_by_phase.values()) / 1e12, 4)}", *flops]]
@@ -85,9 +86,13 @@ def format_costs(estimate: Estimate) -> list[str]:
             name = f"{entry['axis']}: {COLLECTIVES.get(entry['op'], entry['op'])}, {entry['phase']}"
             rows.append([name, f"{entry['count']:,.0f}", f"{entry['bytes'] / GIB:,.3f}"])
         tables.append(_table(rows, left=1))
-    shown = {name: value for name, value in costs.seconds.items() if value > 5e-4 and name != "step"}
-    seconds = [f"  {name:<32}{value:.3f}" for name, value in shown.items()]
-    tables.append([f"seconds per step: {estimate.step_seconds:.3f}", *seconds])
+    rows = [[f"seconds per step: {estimate.step_seconds:.3f}", *KINDS, "all"]]
+    for name, value in costs.seconds.items():
+        if value > 5e-4 and name != "step":
+            kernels = [costs.kernels.get(f"{name}, {kind}", 0.0) for kind in KINDS]
+            cells = [f"{seconds:.3f}" if seconds > 5e-4 else "" for seconds in kernels]
+            rows.append([f"  {name}", *cells, f"{value:.3f}"])
+    tables.append(_table(rows, left=1))
     return ["\n".join(lines) for lines in tables]
 
 

@@ -80,6 +80,8 @@ class StepCosts:
     """FLOPs of matrix products and attention, including recomputation."""
     seconds: dict[str, float]
     """Duration of the step ("step"), of the computation in each phase, and of the waits on each mesh axis."""
+    kernels: dict[str, float]
+    """Seconds of computation by phase and kind of kernel (``StepTime.kernels``)."""
 
     def extrapolated(self, more: "StepCosts", times: float) -> "StepCosts":
         """Linear extrapolation: these costs plus ``times`` times the difference between ``more`` and these."""
@@ -191,6 +193,7 @@ class Estimate:
             "step_seconds": self.step_seconds,
             "step_seconds_range": [self.step_seconds / (1 + sign * self.gpu.interval) for sign in (1, -1)],
             "seconds": self.costs.seconds,
+            "seconds_by_kernel": self.costs.kernels,
             "tokens_per_second_per_gpu": self.tokens_per_second_per_gpu,
             "mfu": self.mfu,
             "days": self.days,
@@ -216,7 +219,8 @@ def step_costs(
         busiest = max(flops, key=lambda rank: flops[rank].total())
         time = times[busiest]
         seconds = {"step": time.seconds, **time.by_phase, **{f"waiting for {k}": v for k, v in time.waiting.items()}}
-        return StepCosts(ranks, collectives(operations[busiest]), dict(flops[busiest]), seconds)
+        found = collectives(operations[busiest])
+        return StepCosts(ranks, found, dict(flops[busiest]), seconds, dict(time.kernels))
 
     costs = costs_of({rank: step.operations for rank, step in steps.items()})
     if microbatches <= MAX_MICROBATCHES:

@@ -26,12 +26,22 @@ class StepTime:
     seconds: float = 0.0
     by_phase: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Computation by phase."""
+    kernels: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """The same by phase and ``kind_of`` the kernel, such as "forward, products"."""
     waiting: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Exposed communication: by mesh axis, the time in which the device waits for collectives and messages."""
 
 
 Arrivals = dict[tuple[int, int], list[float]]
 """Arrival times of all messages by sender and receiver, in seconds since the beginning of the step."""
+
+
+KINDS = ("products", "attention", "others")  # of kernels
+
+
+def kind_of(operation: Operation) -> str:
+    """Whether a kernel is a matrix product, attention, or another one, which takes as long as its bytes move."""
+    return KINDS[1] if operation.head_dim else KINDS[0] if operation.flops else KINDS[2]
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,7 @@ def replay_rank(
         if not operation.axis:
             device = wait(host, "host") + seconds
             time.by_phase[operation.phase] += seconds
+            time.kernels[f"{operation.phase}, {kind_of(operation)}"] += seconds
             if operation.name == "split_with_sizes_copy":
                 copied_out = device
         elif operation.peer is not None and operation.name == "send":
