@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from torchtrain.config.registry import Registry
@@ -56,12 +57,14 @@ def require_local(path: str, option: str) -> None:
     require(not is_url(path), f"{option} = {path!r} must {NO_URL}")
 
 
+@cache
 def rules_of(hint: Any) -> list[Rule]:
     """The rules in a type, such as ``Count | None`` or ``tuple[Count, ...]``."""
     parts = get_args(hint)  # for Annotated: the type, then its annotations
     return [part for part in parts if isinstance(part, tuple)] + [rule for part in parts for rule in rules_of(part)]
 
 
+@cache
 def registries_of(hint: Any) -> list[Registry]:
     """The registries in a type, such as ``Annotated[str, OPTIMIZERS] | None``."""
     parts = get_args(hint)
@@ -82,7 +85,8 @@ def check_values(options: Any, prefix: str) -> None:
     """
     for option in fields(options):
         value, name = getattr(options, option.name), f"{prefix}{key_of(option.name)}"
-        for registry in registries_of(option.type):
+        hint: Any = option.type
+        for registry in registries_of(hint):
             if value is not None:
                 registry.check(value, name)
         if is_dataclass(value):
@@ -90,7 +94,7 @@ def check_values(options: Any, prefix: str) -> None:
         for number, item in enumerate(value if isinstance(value, tuple) else ()):
             if is_dataclass(item):
                 check_values(item, f"{name}[{number}].")
-        for rule, holds in rules_of(option.type):
+        for rule, holds in rules_of(hint):
             for one in value if isinstance(value, tuple) else (value,):
                 require(one is None or holds(one), f"{name} = {one!r} must {rule}")
 
