@@ -1,4 +1,4 @@
-"""Preloaded by the fork server: imports modules and parses options once, so that forked processes need not."""
+"""Preloaded by the fork server: imports modules, parses options and finds the default data once for all processes."""
 
 import gc
 import inspect
@@ -24,6 +24,7 @@ with suppress(ModuleNotFoundError):  # in a tree without plugins
     import_module("plugin_preload")
 inspect.getsource = cache(inspect.getsource)  # each page of --help reads the option texts by it
 import_module("torchtrain.config.parse").parse([])
+import_module("torchtrain.datasets.standard_library").standard_library()  # the data of most runs
 gc.collect()
 gc.enable()
 gc.freeze()  # so that collections in forked processes do not copy this memory

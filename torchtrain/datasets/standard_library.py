@@ -15,7 +15,11 @@ from torchtrain.datasets.text_input import LocalFile, TextFiles, TextsInMemory
 
 def standard_library() -> TextFiles:
     """The source code of the Python standard library."""
-    files = standard_library_files()
+    return _text_of(standard_library_files())
+
+
+@cache  # as are its arguments: this takes a tenth of a second, and validation and each stage open their sources
+def _text_of(files: tuple[Path, ...]) -> TextFiles:
     identity = identify(files)
     # Each file is a document, as a text file is.
     texts = [LocalFile(file, f"{file.name}.txt") for file in files]
@@ -67,14 +71,15 @@ def _docstrings(module: Path) -> str:
     return "\n\n".join(filter(None, map(ast.get_docstring, nodes)))
 
 
-def standard_library_files() -> list[Path]:
+@cache
+def standard_library_files() -> tuple[Path, ...]:
     """The modules of the standard library without their tests, which some systems do not install."""
     files: list[Path] = []
     for folder, folders, names in os.walk(sysconfig.get_path("stdlib")):
         folders[:] = sorted(set(folders) - {"site-packages", "dist-packages", "test", "tests", "idle_test"})
         paths = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
         files += [path for path in paths if path.is_file() and not path.is_symlink()]
-    return files
+    return tuple(files)
 
 
 STANDARD_LIBRARY = {
