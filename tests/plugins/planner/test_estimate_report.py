@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -30,6 +30,7 @@ from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
 
 OPTIONS = ["--job.config_file", "train_configs/debug_model.toml", "--training.global_batch_size", "8"]
+OPTIONS += ["--model.shape.n_layers", "1"]  # a layer takes as long as all else
 SEARCHED = r"^[0-9:]+ layout (\d+) of \d+: .*: [\d.]+ GiB, .*; the best so far ([\d,]+) tokens/s$"
 
 
@@ -42,6 +43,7 @@ def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) ->
     assert re.fullmatch(f"{n} to {n} seconds, under 0.01 GPU-hours", duration)
     assert [" ".join(row.split()) for row in rows[:6]] == [
         "model 6.82M parameters, vocabulary of 4,096 from the package's tokenizer",
+        "model 2.88M parameters, with a vocabulary of 4,096",
         "GPUs 4 of 989 TFLOP/s in bfloat16",
         "machines 8 GPUs each, 3,600 Gb/s between two of them; 3,200 Gb/s to others",
         "attention cuDNN, as PyTorch chooses if it is newer than 9.15",
@@ -57,7 +59,7 @@ def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) ->
 
 def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--estimate.gpus_per_node", "2", "--estimate.network_gigabits", "200", "--estimate.world_size", "2"]
-    options += ["--training.local_batch_size", "2", "--model.shape.n_layers", "1"]
+    options += ["--training.local_batch_size", "2"]
     config = parse([*OPTIONS, *options], "torchtrain.estimate", "")
     assert resolve_gpu(config).network_bandwidth == 200e9 / 8 / 2
     for argv, kernel in (
@@ -71,9 +73,14 @@ def test_network_is_that_of_a_machine_and_attention_that_of_the_config(capsys: p
         assert attention == f"  attention  {kernel}"
 
 
-def test_tables_of_a_large_run_fit_80_columns_and_have_plain_numbers() -> None:
+@cache
+def on_one_gpu() -> tuple[JobConfig, Estimate]:
     config = parse([*OPTIONS, "--estimate.world_size", "1"], "", "")
-    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    return config, estimate(config, resolve_model_config(config), resolve_gpu(config))
+
+
+def test_tables_of_a_large_run_fit_80_columns_and_have_plain_numbers() -> None:
+    config, found = on_one_gpu()
     text = format_estimate(found)
     assert "collectives" not in text  # one GPU has none
     memory = RankMemory(
@@ -96,8 +103,7 @@ def test_tables_of_a_large_run_fit_80_columns_and_have_plain_numbers() -> None:
 
 
 def test_duration_and_price_have_limits_and_three_digits() -> None:
-    config = parse([*OPTIONS, "--estimate.world_size", "1", "--estimate.dollars_per_gpu_hour", "2.5"], "", "")
-    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    found = replace(on_one_gpu()[1], dollars_per_gpu_hour=2.5)
     days = replace(found, costs=replace(found.costs, seconds={"step": 86400.0}), steps=1000)
     text = verdict(days).splitlines()[1]
     # A step may be faster or slower by the interval of the estimate, 15%.
@@ -106,8 +112,8 @@ def test_duration_and_price_have_limits_and_three_digits() -> None:
 
 
 def test_stages_have_a_price_and_a_sum() -> None:
-    config = parse([*OPTIONS, "--estimate.world_size", "1", "--estimate.dollars_per_gpu_hour", "2"], "", "")
-    found = estimate(config, resolve_model_config(config), resolve_gpu(config))
+    config, found = on_one_gpu()
+    found = replace(found, dollars_per_gpu_hour=2.0)
     day = replace(found, costs=replace(found.costs, seconds={"step": 864.0}), steps=100)
     titles, *stages, whole, _ = format_stages([(config, day), (config, day)]).splitlines()
     assert titles.split()[-1] == "dollars"
@@ -126,9 +132,9 @@ def test_slow_estimate_is_not_followed_by_others(capsys: pytest.CaptureFixture[s
 
 
 LONG = [*OPTIONS, "--estimate.world_size", "1", "--training.seq_len", "2048", "--training.local_batch_size", "8"]
-LONG += ["--model.shape.n_layers", "2"]  # so few are all simulated at once
 
 
+@cache
 def estimated(*options: str) -> tuple[str, Estimate]:
     config = parse([*LONG, *options], "torchtrain.estimate", "")
     model, gpu = resolve_model_config(config), resolve_gpu(config)
@@ -192,7 +198,6 @@ def test_plot_of_memory_names_phases_and_microbatches(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = str(tmp_path / "memory.png")
     argv = [*OPTIONS, "--estimate.world_size", "2", "--estimate.picture", picture, "--training.local_batch_size", "2"]
-    argv += ["--model.shape.n_layers", "2"]
     config = parse(argv, "torchtrain.estimate", "")
     found = estimate(config, resolve_model_config(config), resolve_gpu(config))
     figure = draw_memory(found, picture)
@@ -249,7 +254,7 @@ def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     terminal = None if columns is None else Terminal(columns)
     hook = partial(few_layouts, int if terminal is None else terminal.hook)
     options = ("--estimate.world_size", "2", "--estimate.search", "--estimate.output", str(tmp_path / "layout.toml"))
-    options = (*options, "--model.shape.n_layers", "2", "--training.local_batch_size", "4")
+    options = (*options, "--training.local_batch_size", "4")
     found = run_command("torchtrain.estimate", *OPTIONS, *options, hook=hook)
     log = found.stderr if terminal is None else terminal.close()
     assert found.returncode == 0, log
