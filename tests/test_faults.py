@@ -93,6 +93,7 @@ def test_run_killed_at_random_ends_like_an_uninterrupted_run(tmp_path: Path, uni
     assert not list(tmp_path.glob("checkpoint/*.damaged"))
 
 
+@pytest.mark.slow
 def test_killed_run_of_one_rank_ends_like_an_uninterrupted_run(tmp_path: Path) -> None:
     uninterrupted, killed = tmp_path / "uninterrupted", tmp_path / "killed"
     finish(uninterrupted, ranks=1)

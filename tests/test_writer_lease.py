@@ -104,7 +104,7 @@ def checkpoint_names(folder: Path) -> list[str]:
 OPTIONS = {"keep_latest_k": 1, "async_mode": "disabled"}
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [OPTIONS, {"keep_latest_k": 3}], ids=["keep 1", "keep 3"])
 def test_newer_process_takes_over_at_any_operation_of_a_save(
     tmp_path: Path, options: dict[str, Any], stride: int

@@ -156,7 +156,7 @@ def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
     [
         (1, {}, "adamw", False),
         pytest.param(2, {}, "adamw", False, marks=pytest.mark.slow),
-        (2, {"tensor_parallel_degree": 2}, "adamw", False),
+        pytest.param(2, {"tensor_parallel_degree": 2}, "adamw", False, marks=pytest.mark.slow),  # as the last one
         (2, {"pipeline_parallel_degree": 2}, "adamw", False),
         (2, {}, "muon", False),
         (2, {"tensor_parallel_degree": 2}, "adamw", True),
@@ -286,8 +286,8 @@ def test_fsdp_traffic_of_a_step() -> None:
 
 OUTPUT_LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
     (2, 2, {}),
-    (2, 2, {"fsdp_reshard_after_forward": "always"}),
     (2, 2, {"fsdp_reshard_after_forward": "never", "fsdp_gradient_accumulation": "unsharded"}),
+    (2, 2, {"fsdp_reshard_after_forward": "always"}),
     (4, 2, {"tensor_parallel_degree": 2}),
     (4, 2, {"pipeline_parallel_degree": 2}),  # the microbatches of a run of the schedule share one
 ]
@@ -296,8 +296,9 @@ OUTPUT_LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("ranks", "gathers", "parallelism", "chunk_tokens"),
     [
-        *((*case, 8) for case in OUTPUT_LAYOUTS),
+        *((*case, 8) for case in (*OUTPUT_LAYOUTS[:2], OUTPUT_LAYOUTS[-1])),
         (*OUTPUT_LAYOUTS[0], 0),
+        *(pytest.param(*case, 8, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS[2:-1]),
         *(pytest.param(*case, 0, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS[1:]),
     ],
     ids=str,
@@ -313,7 +314,7 @@ def test_output_layer_is_gathered_once_per_microbatch(
     assert "output" not in modules
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_tied_output_layer_is_gathered_with_the_embedding(ranks: int) -> None:
     tied = replace(SHAPE, tied_embeddings=True)
     parallelism = {"pipeline_parallel_degree": ranks // 2}
@@ -373,8 +374,8 @@ def test_peaks_differ_by_the_published_amounts() -> None:
     ("name", "sections"),
     [
         ("AdamW", {}),
-        ("AdamW, states in bfloat16", {"optimizer": {"state_dtype": "bfloat16"}}),
-        ("AdamW, averaged weights", {"ema": {"enable": True}}),
+        pytest.param("AdamW, states in bfloat16", {"optimizer": {"state_dtype": "bfloat16"}}, marks=pytest.mark.slow),
+        pytest.param("AdamW, averaged weights", {"ema": {"enable": True}}, marks=pytest.mark.slow),
         ("Muon", {"optimizer": {"name": "muon"}}),
     ],
 )
@@ -440,11 +441,14 @@ def test_pipeline_ranks_with_other_layers_are_not_represented(
     assert representative_pipeline_ranks(stages, ranks, schedule) == expected
 
 
+SPLIT_SCHEDULES = ("ZBVZeroBubble", "Interleaved1F1B", "InterleavedZeroBubble")  # of several stages on a rank
+
+
 @pytest.mark.parametrize(
     "schedule",
     [
-        *("1F1B", "ZBVZeroBubble"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Interleaved1F1B", "InterleavedZeroBubble")),
+        "1F1B",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SPLIT_SCHEDULES),
     ],
 )
 def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
