@@ -41,6 +41,7 @@ NAMES = {
 MEMBERS = {
     "torch.distributed.fsdp.FSDPModule._set_unshard_async_op": "blocks gathered ahead on CPUs",
     "torch.distributed.device_mesh.DeviceMesh._flatten": "one group of several dimensions",
+    "torch.distributed.device_mesh.DeviceMesh._unflatten": "a dimension divided further, for experts",
     "torch.distributed.device_mesh.DeviceMesh._concatenate": "the mesh of replicas and shards",
     "torch.distributed.ProcessGroupGloo._Options._threads": "one thread per gloo group",
     "torch.distributed.ProcessGroupGloo._Options._devices": "the same",

@@ -63,6 +63,12 @@ LISTED = {
     "python -m torchtrain": "test_terminal.py",
     "python -m torchtrain.cache": "test_token_cache.py",
     "python -m torchtrain.cache --clear": "test_token_cache.py",
+    "pip install -e scripts/families -e scripts/moe": "tests/plugins/test_moe.py lays out the files of an installation",
+    "./run_llama_train.sh --job.config_file scripts/moe/debug_moe.toml --job.dump_folder outputs/debug_moe": (
+        "takes minutes; tests/plugins/test_moe.py trains fewer steps"
+    ),
+    "python -m torchtrain.verify_layouts --job.config_file scripts/moe/debug_moe.toml --layouts shard=4 "
+    "shard=4,moe.expert_parallel_degree=2 shard=4,moe.expert_parallel_degree=4": VERIFIED,
     "pip install -e scripts/families": "tests/plugins/test_example_families.py lays out the files of an installation",
     "./run_llama_train.sh --model.name olmo2 --job.dump_folder outputs/olmo2": "test_example_families.py: shorter",
     "python -m torchtrain.convert outputs/olmo2 olmo2_hf": "slow tests of test_example_families.py export such runs",

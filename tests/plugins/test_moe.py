@@ -1,14 +1,21 @@
 """The mixtures of experts of the package in scripts/moe compute what transformers does, the same on every layout."""
 
 import importlib
+import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import torch
 import torch.nn.functional as F
 import transformers
+from draw_architecture import ROOT
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, config_of
 from plugin_rank_functions import train_mixture
@@ -261,3 +268,52 @@ def test_what_does_not_combine_is_rejected(degree: int, dims: Any, changes: dict
     check_run(1, config_of(), TINY, dims)
     with pytest.raises(ConfigError, match="expert_parallel_degree = 2 needs a mixture of experts"):
         check_run(2, config_of(), TINY, dims)
+
+
+def test_package_that_is_installed_trains_with_its_config(tmp_path: Path) -> None:
+    """The files of an installation by pip of both packages, on two ranks that divide the experts."""
+    for name in ("families", "moe"):
+        folder = ROOT / "scripts" / name
+        project = tomli.loads((folder / "pyproject.toml").read_text())["project"]
+        info = tmp_path / "site" / f"torchtrain_{name}-{project['version']}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+        )
+        (points,) = project["entry-points"].items()
+        lines = [f"{key} = {module}\n" for key, module in points[1].items()]
+        (info / "entry_points.txt").write_text(f"[{points[0]}]\n{''.join(lines)}")
+        shutil.copytree(folder / f"torchtrain_{name}", tmp_path / f"site/torchtrain_{name}")
+    config = (ROOT / "scripts/moe/debug_moe.toml").read_text()
+    (tmp_path / "config.toml").write_text(
+        config.replace("steps = 200", "steps = 4").replace("log_freq = 20", "log_freq = 1")
+    )
+    options = ["--job.config_file=config.toml", "--job.dump_folder=run", "--training.seq_len=32"]
+    options += [
+        "--model.shape.dim=32",
+        "--model.shape.n_layers=2",
+        "--model.shape.ffn_dim=32",
+        "--checkpoint.no-enable",
+    ]
+    command = ["-m", "torchtrain.train", *options, "--moe.expert_parallel_degree=2", "--training.local_batch_size=2"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *command],
+        cwd=tmp_path,
+        env=environment,
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "experts/load_max" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert all(line["experts/dropped_tokens"] == 0 for line in steps)
+    assert all(line["experts/load_max"] >= 1 >= line["experts/load_min"] for line in steps)
+
+
+def test_package_has_fewer_than_900_lines_of_code() -> None:
+    count = 0
+    for path in (ROOT / "scripts/moe").rglob("*.py"):
+        count += sum(bool(line.strip()) for line in path.read_text().splitlines())
+    assert count < 900
