@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 import transformers
 from draw_architecture import ROOT
+from forked_run import finish, logged_losses, saved_tensors
 from gloo_pool import GlooPool
+from json_tokenizers import save_tokenizer
 from parity import TINY, Curve, assert_same_run, config_of
 from plugin_rank_functions import train_mixture
+from safetensors.torch import load_file
 from test_hf_families import SMALL, TOKENS, assert_close_to_largest
 from test_parallelism import layout
 from torch import Tensor
@@ -268,6 +271,66 @@ def test_what_does_not_combine_is_rejected(degree: int, dims: Any, changes: dict
     check_run(1, config_of(), TINY, dims)
     with pytest.raises(ConfigError, match="expert_parallel_degree = 2 needs a mixture of experts"):
         check_run(2, config_of(), TINY, dims)
+
+
+def train_until(folder: Path, steps: int, degree: int, *options: str, ranks: int = 2) -> dict[int, float]:
+    """Train a tiny mixture up to ``steps`` in ``folder``; returns the losses."""
+    start = ["--job.import", "torchtrain_moe", "--model.name", "olmoe", "--training.steps", str(steps)]
+    expert_degree = ["--moe.expert_parallel_degree", str(degree)]
+    finish(folder, *start, *expert_degree, *options, ranks=ranks, shape=tiny("olmoe", n_layers=2, **LOSSES))
+    return logged_losses(folder)
+
+
+def test_run_resumes_with_another_expert_degree(tmp_path: Path) -> None:
+    """Loads and biases are in the checkpoint, as the experts that other ranks had."""
+    expected = train_until(tmp_path / "whole", 6, 1)
+    train_until(tmp_path / "resumed", 2, 2)
+    losses = train_until(tmp_path / "resumed", 6, 1)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    ours, theirs = (saved_tensors(tmp_path / name, 6) for name in ("resumed", "whole"))
+    bias = "model.layers.1.feed_forward.router.bias"
+    assert theirs[bias].abs().max() > 0.01
+    torch.testing.assert_close(ours[bias], theirs[bias])
+
+
+def test_exact_sums_have_the_same_bits_on_two_ranks(tmp_path: Path) -> None:
+    """Where each rank computes all experts for its own tokens."""
+    options = ("--training.sums", "exact")
+    expected = train_until(tmp_path / "one", 3, 1, *options, ranks=1)
+    assert train_until(tmp_path / "two", 3, 1, *options) == expected
+
+
+AXES = ("data_parallel_shard", "tensor_parallel", "pipeline_parallel")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: str) -> None:
+    """On one rank and on two with each axis; transformers loads the exports, which are those of one rank."""
+    source = tmp_path / "source"
+    save_tokenizer(source, "byte-level BPE")
+    random_model(name, vocab_size=640, num_experts=8, num_experts_per_tok=2).save_pretrained(source)
+    start = ["--model.hf_folder", str(source), "--checkpoint.initial_load_path", str(source), "--huggingface.export"]
+    start += ["--huggingface.export_dtype", "float32", "--job.import", "torchtrain_moe", "--training.steps", "4"]
+    finish(tmp_path / "one", *start, ranks=1)
+    (path,) = (tmp_path / "one/hf").glob("*.safetensors")
+    expected = load_file(path)
+    assert "model.layers.1.mlp.experts.7.down_proj.weight" in expected
+    for axis in AXES:
+        options = [f"--parallelism.{axis}_degree", "2", "--training.local_batch_size", "2"]
+        if axis == AXES[0]:
+            options += ["--moe.expert_parallel_degree", "2"]
+        finish(tmp_path / axis, *start, *options)
+        found, reference = (logged_losses(tmp_path / folder) for folder in (axis, "one"))
+        assert found == pytest.approx(reference, rel=1e-5)
+        (path,) = (tmp_path / axis / "hf").glob("*.safetensors")
+        weights = load_file(path)
+        assert weights.keys() == expected.keys()
+        for key, tensor in weights.items():
+            torch.testing.assert_close(tensor, expected[key], rtol=0, atol=1e-3)
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one/hf", output_loading_info=True)
+    assert not any(info.values()), info
+    assert loaded.config.model_type == name
 
 
 def test_package_that_is_installed_trains_with_its_config(tmp_path: Path) -> None:
