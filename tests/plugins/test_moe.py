@@ -262,6 +262,7 @@ def test_microbatches_change_nothing(gloo: GlooPool) -> None:
         (4, ParallelDims(shard=2, tensor=2), {}, "must divide data_parallel_shard_degree [*] context degree = 2; try"),
         (2, ParallelDims(shard=2), {"training": {"sums": "exact"}}, "rounds the gradient of each rank's rows"),
         (1, ParallelDims(), {"compile": {"enable": True}}, "blocks are compiled for fixed sizes; set it to false"),
+        (1, ParallelDims(shard=2), {"recheck": {"interval": 5}}, "recheck.interval = 5 has not been tried with olmoe"),
     ],
 )
 def test_what_does_not_combine_is_rejected(degree: int, dims: Any, changes: dict[str, Any], message: str) -> None:

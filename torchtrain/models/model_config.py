@@ -138,5 +138,5 @@ def to_model_section(config: DecoderConfig, tokenizer_path: str) -> ModelConfig:
         vocab_size=config.vocab_size,
         tokenizer_path=tokenizer_path,
         shape=ModelOverrides(**shape),
-        options=values,
+        options={key: value for key, value in values.items() if value is not None},  # TOML has no None
     )

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtrain_families.norms import ProjectionNorm
 
-from torchtrain.config.schema import JobConfig, section_of
+from torchtrain.config.schema import JobConfig, option_of_plugin, section_of
 from torchtrain.distributed.gradient_reducer import GradientReducer
 from torchtrain.distributed.mesh import Mesh, ParallelDims
 from torchtrain.distributed.process_group import all_reduce
@@ -47,6 +47,13 @@ def check_run(degree: int, config: JobConfig, model: object, dims: ParallelDims)
             f"{given}: training.sums = 'exact' rounds the gradient of each rank's rows, and an expert computes those "
             "of several ranks at once; set it to 1, or training.sums = 'fast'"
         )
+    for option, unset in (("recheck.interval", 0), ("replicas.lighthouse", "")):
+        value = option_of_plugin(config, option) or unset
+        if value != unset:
+            raise ConfigError(
+                f"{option} = {value!r} has not been tried with {model.family}, whose routers count the tokens of each "
+                f"step; set it to {unset!r}"
+            )
     if config.compile.enable:
         raise ConfigError(
             f"compile.enable = true: an expert of {model.family} has another number of tokens in each batch, and "
