@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from torchtrain.distributed.mesh import local
 
@@ -53,12 +54,12 @@ class Experts(nn.Module):
         dist.all_to_all_single(received, counts, group=group)
         by_source = received.view(group.size(), -1)  # (ranks, E / ranks)
         # The sizes of messages must be known to the host, which waits here for the routers of all these ranks.
-        sizes: list[list[int]] = torch.stack((counts.view_as(by_source).sum(1), by_source.sum(1))).tolist()
-        sent_sizes, received_sizes = sizes
+        sent_sizes = sizes_of(counts.view_as(by_source).sum(1), len(rows))
+        received_sizes = sizes_of(by_source.sum(1), len(rows))
         arrived = AllToAll.apply(rows, sent_sizes, received_sizes, group)
         experts = torch.arange(by_source.shape[1], device=rows.device).repeat(group.size())
         order = experts.repeat_interleave(received, output_size=len(arrived)).argsort(stable=True)
-        outputs = self.compute(arrived[order], by_source.sum(0).tolist())
+        outputs = self.compute(arrived[order], sizes_of(by_source.sum(0), len(arrived)))
         return AllToAll.apply(outputs[order.argsort()], received_sizes, sent_sizes, group)  # type: ignore[no-any-return]
 
     def compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -71,16 +72,21 @@ class Experts(nn.Module):
 
 def count_experts(chosen: Tensor, experts: int) -> Tensor:
     """How often each expert is in ``chosen``: int64 of shape (E,)."""
-    if chosen.is_meta:  # shapes are computed without values
+    if not has_values(chosen):
         return chosen.new_zeros(experts)
     return torch.bincount(chosen.flatten(), minlength=experts)
 
 
 def sizes_of(counts: Tensor, rows: int) -> list[int]:
-    """``counts`` as numbers, for which the host waits; on the meta device as for experts with equal loads."""
-    if counts.is_meta:
+    """``counts``, whose sum is ``rows``, as numbers, for which the host waits; without values as if they were equal."""
+    if not has_values(counts):
         return [rows // len(counts) + (expert < rows % len(counts)) for expert in range(len(counts))]
     return counts.tolist()  # type: ignore[no-any-return]
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False where only shapes are computed: on the meta device, and by the planner."""
+    return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
 def product_by_expert(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
