@@ -91,6 +91,11 @@ FAULTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _registered(_restore_registries: None) -> None:
+    importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
+
+
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """A function that writes a module which the command can import."""
