@@ -42,8 +42,7 @@ def test_estimate_begins_with_the_verdict(capsys: pytest.CaptureFixture[str]) ->
     assert re.match(f"fits: {n} of 79.1 GiB; {n} to {n} tokens/s a GPU; MFU {n}%", fits)
     assert re.fullmatch(f"{n} to {n} seconds, under 0.01 GPU-hours", duration)
     assert [" ".join(row.split()) for row in rows[:6]] == [
-        "model 6.82M parameters, vocabulary of 4,096 from the package's tokenizer",
-        "model 2.88M parameters, with a vocabulary of 4,096",
+        "model 2.88M parameters, vocabulary of 4,096 from the package's tokenizer",
         "GPUs 4 of 989 TFLOP/s in bfloat16",
         "machines 8 GPUs each, 3,600 Gb/s between two of them; 3,200 Gb/s to others",
         "attention cuDNN, as PyTorch chooses if it is newer than 9.15",
