@@ -43,7 +43,11 @@ from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation, collective, moved_bytes, work_of
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
-from torchtrain.plugins.planner.representative_ranks import derive_step, representative_pipeline_ranks
+from torchtrain.plugins.planner.representative_ranks import (
+    derive_step,
+    representative_microbatches,
+    representative_pipeline_ranks,
+)
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate, simulate_steps
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
@@ -481,6 +485,39 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
     assert few.peak_reserved_gib == full.peak_reserved_gib
     for key in ("peak_active_gib", "peak_reserved_gib"):
         assert full.ranks[represented][key] <= full.ranks[representative][key]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "accumulation"),
+    [
+        ("1F1B", 2, "unsharded"),
+        ("Interleaved1F1B", 8, "sharded"),
+        pytest.param("Interleaved1F1B", 4, "unsharded", marks=pytest.mark.slow),
+    ],
+)
+def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetition(
+    schedule: str, stages: int, accumulation: str
+) -> None:
+    parallelism = {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_schedule": schedule,
+        "pipeline_parallel_layers_per_stage": (1,) * stages,
+        "fsdp_gradient_accumulation": accumulation,
+    }
+    training = {"local_batch_size": 10, "global_batch_size": 20}
+    config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=4)
+    shape = replace(SHAPE, n_layers=stages)
+    few = estimate(config, shape, GPUS["h100-80"])
+    full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
+    assert few.costs.seconds == full.costs.seconds
+    assert few.costs.collectives == full.costs.collectives
+    assert few.costs.flops_by_phase == full.costs.flops_by_phase
+    # Tokens, labels and losses of the microbatches that are not simulated
+    left_out = (10 - representative_microbatches(10, 2, schedule)) * (16 * config.training.seq_len + 4) / GIB
+    for one, other in zip(few.ranks, full.ranks, strict=True):
+        for key in one.keys() - {"peak_at", "peak_reserved_gib"}:
+            assert -1e-12 <= other[key] - one[key] <= left_out + 1e-12, key
+        assert one["peak_reserved_gib"] == pytest.approx(other["peak_reserved_gib"], rel=0.02)
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.slow), "Interleaved1F1B"])

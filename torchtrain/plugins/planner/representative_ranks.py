@@ -1,14 +1,19 @@
-"""Middle ranks of a pipeline: simulate one of them, and derive the steps of the others by reordering its actions.
+"""Middle ranks and microbatches of a pipeline: simulate some of them, and derive steps by reordering their actions.
 
 Middle ranks whose stages have the same numbers of layers run the same operations, in different orders. The one that
 needs the most memory is simulated: the first of them, which has the most microbatches in flight, or with a split
 backward the last, whose backwards of weights come the latest.
+
+Without a split backward, a schedule repeats the same actions once the pipeline is full. Of many microbatches those are
+simulated that fill the pipeline, those of one repetition, and those that empty it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
@@ -40,11 +45,42 @@ def representative_pipeline_ranks(stages: Sequence[int], ranks: int, schedule: s
     return representatives
 
 
-def pipeline_actions(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequence[Action]]:
+def repetition(schedule: str, ranks: int) -> int:
+    """Number of microbatches after which ``schedule`` repeats its actions while the pipeline is full; 0: not known.
+
+    With several stages a rank, the parameters that are gathered for an action depend on the actions around it.
+    """
+    return {"1F1B": 1, "Interleaved1F1B": ranks}.get(schedule, 0)
+
+
+def representative_microbatches(count: int, ranks: int, schedule: str) -> int:
+    """Return how many of the ``count`` microbatches in one run of ``schedule`` are simulated."""
+    period = repetition(schedule, ranks)
+    return min(count, max(ranks, period) + 3 * period) if period and count % period == 0 else count
+
+
+def represented_microbatch(action: Action, count: int, simulated: int, period: int) -> int:
+    """Return which of ``simulated`` microbatches represents that of ``action``, of ``count`` microbatches.
+
+    The first and the last microbatches represent themselves. Of each ``repetition`` between them, the forwards run
+    beside the backwards of the one before.
+    """
+    is_forward = action.name == "FORWARD"
+    first, last = (2 * period, period) if is_forward else (period, 2 * period)
+    microbatch = action.microbatch
+    if count == simulated or microbatch < first:
+        return microbatch
+    if microbatch >= count - last:
+        return microbatch - count + simulated
+    return first + microbatch % period
+
+
+def pipeline_actions(pipeline: Pipeline, count: int) -> Mapping[int, Sequence[Action]]:
     """Return the actions of each pipeline rank in one run of the schedule with ``count`` microbatches."""
-    if pipeline is None:
-        return {}
-    ranks, table = pipeline.mesh.size(), getattr(pipeline.schedule, "pipeline_order_with_comms", None)
+    ranks, schedule = pipeline.mesh.size(), pipeline.schedule
+    if isinstance(schedule, PipelineScheduleMulti) and schedule._n_microbatches != count:
+        schedule = type(schedule)(pipeline.pipeline_stages, n_microbatches=count, loss_fn=pipeline._loss)
+    table = getattr(schedule, "pipeline_order_with_comms", None)
     if table is None:
         return {rank: actions_1f1b(rank, ranks, count) for rank in range(ranks)}
 
@@ -62,7 +98,7 @@ def pipeline_actions(pipeline: Pipeline | None, count: int) -> Mapping[int, Sequ
 
 
 def actions_1f1b(rank: int, ranks: int, count: int) -> list[Action]:
-    """Return the actions of a middle rank in ``Schedule1F1B``, which has no table, for ``count`` microbatches."""
+    """Return the actions of a rank in ``Schedule1F1B``, which has no table, for ``count`` microbatches."""
     warmup = min(count, ranks - rank)  # forwards before the first backward
     actions: list[Action] = []
     for i in range(count + warmup):
@@ -70,20 +106,24 @@ def actions_1f1b(rank: int, ranks: int, count: int) -> list[Action]:
             actions += [Action("RECV_B", 0, done, 1), Action("FULL_BACKWARD", 0, done), Action("SEND_B", 0, done, -1)]
         if i < count:
             actions += [Action("RECV_F", 0, i, -1), Action("FORWARD", 0, i), Action("SEND_F", 0, i, 1)]
-    return [*actions, Action("REDUCE_GRAD", 0, 0)]
+    actions.append(Action("REDUCE_GRAD", 0, 0))
+    return [action for action in actions if not action.peer or 0 <= rank + action.peer < ranks]
 
 
 def derive_step(
-    step: StepRecord, simulated: int, derived: int, actions: Sequence[Action], ranks: Sequence[int]
+    step: StepRecord, simulated: int, derived: int, actions: Sequence[Action], ranks: Sequence[int], period: int = 0
 ) -> StepRecord:
-    """Derive the operations of one pipeline rank from the simulated step of another.
+    """Derive the operations of one pipeline rank from a simulated step of another or the same, of as few microbatches.
 
     Args:
         step: record of the pipeline rank ``simulated``.
         derived: the pipeline rank to derive.
-        actions: actions of ``derived`` in one run of the schedule.
+        actions: actions of ``derived`` in one run of the schedule, with all microbatches.
         ranks: global rank of each pipeline rank.
+        period: ``repetition`` of the schedule, if the step has fewer microbatches than ``actions``.
     """
+    count = 1 + max(action.microbatch for action in actions)
+    few = 1 + max(action.microbatch for action in step.chunks.values())
     shift = ranks[derived] - ranks[simulated]
     operations = [shift_ranks(operation, shift) for operation in step.operations]
     record = StepRecord(operations[: step.microbatches[0]])
@@ -103,7 +143,9 @@ def derive_step(
                     received[key] = record.received[peer]
                     record.received[peer] += 1
                 continue
-            template = with_gradient_state(action, states[action], simulated_states) if action in states else action
+            template = action._replace(microbatch=represented_microbatch(action, count, few, period))
+            if action in states:
+                template = with_gradient_state(template, states[action], simulated_states)
             for operation in computations[template]:
                 if operation.name == WAIT_FOR_MESSAGE and operation.peer is not None:
                     operation = replace(operation, message=record.received[operation.peer] - received[key] - 1)

@@ -20,7 +20,10 @@ from torchtrain.plugins.planner.estimate_pool import EstimatePool
 from torchtrain.plugins.planner.hardware import GIB, Efficiency, Gpu
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.report import format_layout, format_ranking
-from torchtrain.plugins.planner.representative_ranks import representative_pipeline_ranks
+from torchtrain.plugins.planner.representative_ranks import (
+    representative_microbatches,
+    representative_pipeline_ranks,
+)
 from torchtrain.plugins.planner.request import (
     resolve_and_check,
     resolve_gpu,
@@ -252,4 +255,5 @@ def stage_forwards(config: JobConfig, model_config: DecoderConfig) -> int:
     batch = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     count = min(MAX_MICROBATCHES, config.training.global_batch_size // (batch * local))
     simulated = len(set(representative_pipeline_ranks(stages, pipeline, parallelism.pipeline_parallel_schedule)))
-    return count * (local if pipeline > 1 else 1) * simulated * len(stages) // pipeline
+    microbatches = representative_microbatches(local, pipeline, parallelism.pipeline_parallel_schedule)
+    return count * (microbatches if pipeline > 1 else 1) * simulated * len(stages) // pipeline

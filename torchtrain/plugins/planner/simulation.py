@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from torchtrain.parallelisms import microbatches
 from torchtrain.parallelisms.linear_conversion import linear_conversion
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
+from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.planner.compiled import simulated_inductor
 from torchtrain.plugins.planner.instrument import RecorderHook, instrument
 from torchtrain.plugins.planner.operations import tensors_in
@@ -62,6 +63,9 @@ class RankRecord:
     recorder: StepRecorder
     pipeline_actions: Mapping[int, Sequence[Action]]
     """Actions of each rank of its pipeline in one run of the schedule; empty without pipeline parallelism."""
+    omitted_buffer_bytes: int = 0
+    """Bytes of the buffers in which it would receive activations and gradients of microbatches that are not simulated.
+    """
 
 
 def representative_ranks(degrees: ParallelDims) -> list[int]:
@@ -171,6 +175,7 @@ def simulate(
     *,
     gpu: bool = True,
     max_microbatches: int | None = None,
+    pipeline_microbatches: int | None = None,
     device: torch.device | None = None,
 ) -> RankRecord:
     """Simulate ``STEPS`` training steps of ``rank`` on fake tensors.
@@ -178,6 +183,7 @@ def simulate(
     Args:
         gpu: whether to simulate a run on GPUs, otherwise on CPUs.
         max_microbatches: maximum number of microbatches per step (with a pipeline, of runs of its schedule).
+        pipeline_microbatches: number of microbatches of ``RankRecord.pipeline_actions``; by default that of ``config``.
         device: device of the fake tensors. The default, CPU, represents the GPU and works with every build of PyTorch;
             autograd on fake CUDA tensors needs a CUDA device.
     """
@@ -202,7 +208,26 @@ def simulate(
         mode.allow_non_fake_inputs = False
         with mode:
             initialize_buffers(model.model_parts, device)
-            return simulate_steps(config, model, recorder, max_microbatches, gpu=gpu)
+            record = simulate_steps(config, model, recorder, max_microbatches, gpu=gpu)
+        if model.pipeline is None:
+            return record
+        simulated = config.parallelism.pipeline_parallel_microbatches
+        count = pipeline_microbatches or simulated
+        return replace(
+            record,
+            pipeline_actions=pipeline_actions(model.pipeline, count),
+            omitted_buffer_bytes=(count - simulated) * buffer_bytes(model.pipeline),
+        )
+
+
+def buffer_bytes(pipeline: Pipeline) -> int:
+    """Bytes that a rank's stages allocate for each microbatch, to receive an activation, and the gradient of another.
+
+    PyTorch allocates those of all microbatches before the first.
+    """
+    return sum(
+        pipeline.hidden.nbytes * ((not stage.is_first) + (not stage.is_last)) for stage in pipeline.pipeline_stages
+    )
 
 
 class UnreadCheck(StepCheck):
@@ -265,6 +290,4 @@ def simulate_steps(
             del tokens
             recorder.categorize([local(value) for value in optimizer.state_dict().values()], "optimizer")
             recorder.end_step()
-    count = config.parallelism.pipeline_parallel_microbatches if model.pipeline is not None else 0
-    size = sum(parameter.nbytes for parameter in parameters)
-    return RankRecord(dist.get_rank(), size, recorder, pipeline_actions(model.pipeline, count))
+    return RankRecord(dist.get_rank(), sum(parameter.nbytes for parameter in parameters), recorder, {})

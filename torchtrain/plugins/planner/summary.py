@@ -17,7 +17,12 @@ from torchtrain.plugins.planner.hardware import GIB, Efficiency, Gpu
 from torchtrain.plugins.planner.operations import Operation
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecord
-from torchtrain.plugins.planner.representative_ranks import derive_step, representative_pipeline_ranks
+from torchtrain.plugins.planner.representative_ranks import (
+    derive_step,
+    repetition,
+    representative_microbatches,
+    representative_pipeline_ranks,
+)
 from torchtrain.plugins.planner.request import resolve_and_check, vocabulary_source
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate
 from torchtrain.plugins.planner.timing import CostModel, replay
@@ -25,6 +30,7 @@ from torchtrain.plugins.planner.timing import CostModel, replay
 MAX_MICROBATCHES = 3  # microbatches simulated per step: the first, the last, and one that represents all between
 SIMULATED_LAYERS = 2  # layers simulated in the smallest stage; then one more in each, to extrapolate the difference
 
+ACTIVATIONS = CATEGORIES.index("activations")
 LAYER_NAME = re.compile(r"layers\.(\d+)")
 Location = tuple[str, str]  # phase and module
 LiveBytes = tuple[float, ...]  # by category, in the order of CATEGORIES
@@ -202,6 +208,21 @@ class Estimate:
         }
 
 
+def with_few_microbatches(config: JobConfig) -> JobConfig:
+    """``config`` with those microbatches of a run of the pipeline's schedule that represent all of them."""
+    parallelism, training = config.parallelism, config.training
+    ranks, count = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_microbatches
+    few = representative_microbatches(count, ranks, parallelism.pipeline_parallel_schedule)
+    if ranks == 1 or few == count:
+        return config
+    rows, runs = training.local_batch_size // count, training.global_batch_size // training.local_batch_size
+    return replace(
+        config,
+        parallelism=replace(parallelism, pipeline_parallel_microbatches=few),
+        training=replace(training, local_batch_size=rows * few, global_batch_size=rows * few * runs),
+    )
+
+
 def step_costs(
     records: Sequence[RankRecord], steps: Mapping[int, StepRecord], cost_model: CostModel, microbatches: int
 ) -> StepCosts:
@@ -242,14 +263,18 @@ def rank_memory(record: RankRecord) -> RankMemory:
         step_peaks: dict[Location, LiveBytes] = {}
         for phase, module, sizes, stream, stream_bytes in step.timeline:
             location, stream_peaks = (phase, name[module]), by_stream.setdefault(stream, {})
+            buffers = record.omitted_buffer_bytes
+            sizes = (*sizes[:ACTIVATIONS], sizes[ACTIVATIONS] + buffers, *sizes[ACTIVATIONS + 1 :])
             step_peaks[location] = max(sizes, step_peaks.get(location, sizes), key=sum)
+            stream_bytes += buffers if stream == 0 else 0
             stream_peaks[location] = max(stream_bytes, stream_peaks.get(location, 0))
         peaks.append(step_peaks)
     gradients = max(moment.sizes[CATEGORIES.index("gradients")] for moment in steps[-1].timeline)
     optimizer = steps[-1].live_at_end["optimizer"]
     memory = RankMemory(record.rank, record.parameter_bytes, gradients, optimizer, peaks, by_stream)
     allocations = [allocation for step in steps for allocation in step.allocations]
-    return replace(memory, fragmentation=peak_reserved(allocations) - memory.allocated)
+    fragmentation = peak_reserved(allocations) - memory.allocated + record.omitted_buffer_bytes
+    return replace(memory, fragmentation=fragmentation)
 
 
 def merge_middle_layers(modules: Iterable[str]) -> dict[str, str]:
@@ -307,6 +332,7 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         run_model_config = replace(model_config, n_layers=sum(stages))
         ranks, representatives = representative_ranks(degrees), list(range(degrees.pipeline))
         if not options.all_layers and not options.picture:
+            run_config = with_few_microbatches(run_config)
             representatives = representative_pipeline_ranks(
                 stages, degrees.pipeline, parallelism.pipeline_parallel_schedule
             )
@@ -317,6 +343,7 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
                 degrees,
                 ranks[pipeline_rank],
                 max_microbatches=MAX_MICROBATCHES,
+                pipeline_microbatches=parallelism.pipeline_parallel_microbatches,
             )
             for pipeline_rank in sorted(set(representatives))
         }
@@ -325,9 +352,10 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
         for pipeline_rank, representative in enumerate(representatives):
             record = records[representative]
             step = record.recorder.steps[-1]
-            if pipeline_rank != representative:
+            if pipeline_rank != representative or run_config.parallelism != parallelism:
                 actions = record.pipeline_actions[pipeline_rank]
-                step = derive_step(step, representative, pipeline_rank, actions, ranks)
+                period = repetition(parallelism.pipeline_parallel_schedule, degrees.pipeline)
+                step = derive_step(step, representative, pipeline_rank, actions, ranks, period)
             steps[ranks[pipeline_rank]] = step
         return step_costs(simulated, steps, cost_model, microbatches)
 
