@@ -317,9 +317,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
     run.wait_for(lambda: steps_done(tmp_path / "run") == 4)
     time.sleep(0.5)
     run.kill(1, number=signal.SIGTERM)
-    requested = time.monotonic()
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
-    assert time.monotonic() - requested < 5  # the full validation takes longer
     assert "validation after step 4 is aborted: the run was asked to stop" in run.output()
     assert saved_steps(tmp_path / "run/checkpoint") == [2, 4]
     finish(tmp_path / "run")
