@@ -76,8 +76,8 @@ FAULTS = {
     ),
     "tokens of one rank dropped": Fault(
         "experts.py",
-        "self.compute(arrived[order], by_source",
-        "self.compute((arrived * (torch.arange(len(arrived)) < received_sizes[0])[:, None])[order], by_source",
+        "self.compute(arrived[order], sizes_of(",
+        "self.compute((arrived * (torch.arange(len(arrived)) < received_sizes[0])[:, None])[order], sizes_of(",
         EXPERTS,
         "layers.0.feed_forward output",
     ),

@@ -97,9 +97,15 @@ def product_by_expert(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Ten
 
 
 def grouped_product(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """``product_by_expert`` in one kernel."""
-    ends = torch.tensor(sizes, device=rows.device).cumsum(0, dtype=torch.int32)
-    return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    """``product_by_expert`` in one kernel, which needs groups that begin at multiples of 16 bytes: they are padded."""
+    counts = torch.tensor(sizes)
+    padded = (counts + 7) // 8 * 8
+    ends = padded.cumsum(0)
+    moved = (ends - padded) - (counts.cumsum(0) - counts)  # by how many rows each group is moved
+    at = (torch.arange(len(rows)) + moved.repeat_interleave(counts)).to(rows.device)
+    spaced = rows.new_zeros(int(ends[-1]), rows.shape[1]).index_copy(0, at, rows)
+    offsets = ends.to(rows.device, torch.int32)
+    return F.grouped_mm(spaced, weight.transpose(1, 2), offs=offsets)[at]
 
 
 def has_grouped_kernel(rows: Tensor) -> bool:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from parity import STEPS, Curve, train
+from parity import STEPS, Curve, build, train
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
@@ -17,6 +17,7 @@ from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.options import ActivationCheckpointConfig, ParallelismConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
 from torchtrain.plugins.evaluation.generation import Sampling, generate
+from torchtrain.plugins.huggingface.config import read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 from torchtrain.trainer import TrainStep
 
@@ -87,3 +88,12 @@ def count_routers(config: JobConfig, shape: TransformerConfig) -> torch.Tensor:
     steps: list[TrainStep] = []
     train(config, shape, attach=steps.append)
     return torch.stack([router.last for router in routers(steps[0].model.model_parts)])
+
+
+def copy_mixture(config: JobConfig, source: Path, target: Path) -> None:
+    """Load a mixture of experts from a Hugging Face folder on a layout, and export it from there."""
+    import_modules(["torchtrain_moe"])
+    shape = read_hf_config(source)
+    parts = build(config, shape).model_parts  # type: ignore[arg-type]
+    load_weights(parts, source, shape)
+    save_hf(ModelState(parts).state_dict(), target, shape, "float32", "")
