@@ -79,7 +79,7 @@ def pipeline_actions(pipeline: Pipeline, count: int) -> Mapping[int, Sequence[Ac
     """Return the actions of each pipeline rank in one run of the schedule with ``count`` microbatches."""
     ranks, schedule = pipeline.mesh.size(), pipeline.schedule
     if isinstance(schedule, PipelineScheduleMulti) and schedule._n_microbatches != count:
-        schedule = type(schedule)(pipeline.pipeline_stages, n_microbatches=count, loss_fn=pipeline._loss)
+        schedule = type(schedule)([*pipeline.pipeline_stages], n_microbatches=count, loss_fn=pipeline._loss)
     table = getattr(schedule, "pipeline_order_with_comms", None)
     if table is None:
         return {rank: actions_1f1b(rank, ranks, count) for rank in range(ranks)}
