@@ -133,6 +133,8 @@ LISTED = {
     "python scripts/benchmarks/benchmark_metrics.py --steps 150": "takes minutes",
     "python scripts/benchmarks/family_parity.py": "takes a minute; slow tests of test_family_parity.py",
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8": PLANNED,
+    "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
+    "--training.global_batch_size 16": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_70b.toml --estimate.world_size 256 "
     "--estimate.gpu h100-80": PLANNED,
     "python -m torchtrain.estimate --job.config_file train_configs/llama3_8b.toml --estimate.world_size 8 "
