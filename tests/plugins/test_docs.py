@@ -78,6 +78,7 @@ LISTED = {
     f"{REPLICA} 1": ON_A_LAPTOP,
     "kubectl apply -f scripts/kubernetes/replicas/replicas.yaml": "tests/plugins/test_kubernetes.py checks the file",
     "python -m torchtrain.verify_layouts --job.config_file train_configs/debug_model.toml": VERIFIED,
+    "python -m torchtrain.verify_layouts --job.config_file train_configs/debug_model.toml --bits": VERIFIED,
     "python -m torchtrain.verify_layouts --job.config_file FILE": VERIFIED,
     "python -m torchtrain.verify_layouts --job.import sandwich --model.name sandwich": VERIFIED,
     f"PYTHONPATH=. python -m torchtrain.verify_layouts {OF_PARALLEL_BLOCK}": VERIFIED,
