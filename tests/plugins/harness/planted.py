@@ -26,7 +26,7 @@ def plant(file: str, old: str, new: str, package: str = "torchtrain") -> None:
             if getattr(found, "__module__", "") == module.__name__:
                 if isinstance(found, type):
                     replace_code(vars(found), vars(faulty_ones[name]))
-                elif isinstance(found, FunctionType | classmethod):
+                elif isinstance(found, FunctionType | classmethod | staticmethod):
                     own, faulty_one = (unwrap(function) for function in (found, faulty_ones[name]))
                     own.__code__ = faulty_one.__code__  # of a decorated function its own
 
