@@ -282,6 +282,7 @@ def test_microbatches_change_nothing(gloo: GlooPool) -> None:
             {"activation_checkpoint": {"mode": "selective"}},
             "cannot repeat the messages between ranks",
         ),
+        (2, ParallelDims(shard=2), {"activation_checkpoint": {"mode": "selective"}}, "cannot repeat the messages"),
         (1, ParallelDims(), {"compile": {"enable": True}}, "blocks are compiled for fixed sizes; set it to false"),
         (1, ParallelDims(shard=2), {"recheck": {"interval": 5}}, "recheck.interval = 5 has not been tried with olmoe"),
     ],
