@@ -276,12 +276,6 @@ def test_microbatches_change_nothing(gloo: GlooPool) -> None:
         (3, ParallelDims(shard=6), {}, "expert_parallel_degree = 3 must divide n_experts = 8; try 1 or 2"),
         (4, ParallelDims(shard=2, tensor=2), {}, "must divide data_parallel_shard_degree [*] context degree = 2; try"),
         (2, ParallelDims(shard=2), {"training": {"sums": "exact"}}, "rounds the gradient of each rank's rows"),
-        (
-            2,
-            ParallelDims(shard=2),
-            {"activation_checkpoint": {"mode": "selective"}},
-            "cannot repeat the messages between ranks",
-        ),
         (2, ParallelDims(shard=2), {"activation_checkpoint": {"mode": "selective"}}, "cannot repeat the messages"),
         (1, ParallelDims(), {"compile": {"enable": True}}, "blocks are compiled for fixed sizes; set it to false"),
         (1, ParallelDims(shard=2), {"recheck": {"interval": 5}}, "recheck.interval = 5 has not been tried with olmoe"),
