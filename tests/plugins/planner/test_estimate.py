@@ -491,8 +491,10 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
     ("schedule", "stages", "accumulation"),
     [
         ("1F1B", 2, "unsharded"),
-        ("Interleaved1F1B", 8, "sharded"),
-        pytest.param("Interleaved1F1B", 4, "unsharded", marks=pytest.mark.slow),
+        *(
+            pytest.param("Interleaved1F1B", *case, marks=pytest.mark.slow)
+            for case in ((8, "sharded"), (4, "unsharded"))
+        ),
     ],
 )
 def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetition(
