@@ -253,7 +253,7 @@ def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     terminal = None if columns is None else Terminal(columns)
     hook = partial(few_layouts, int if terminal is None else terminal.hook)
     options = ("--estimate.world_size", "2", "--estimate.search", "--estimate.output", str(tmp_path / "layout.toml"))
-    options = (*options, "--training.local_batch_size", "4")
+    options = (*options, "--model.shape.n_layers", "2", "--training.local_batch_size", "4")
     found = run_command("torchtrain.estimate", *OPTIONS, *options, hook=hook)
     log = found.stderr if terminal is None else terminal.close()
     assert found.returncode == 0, log

@@ -175,16 +175,18 @@ class TensorDifference(NamedTuple):
 
 
 def first_difference(
-    a: StepFingerprints, b: StepFingerprints, number: int, before: float = 0.0
+    a: StepFingerprints, b: StepFingerprints, number: int, before: float = 0.0, *, is_first: bool = False
 ) -> tuple[TensorDifference | None, float]:
     """Find the first tensor of step ``number``, in the order of execution, that differs by more than rounding.
 
     Args:
         before: largest distance in the steps that were compared before.
+        is_first: none was compared before. Steps that were not may be as far apart as those that match.
 
     Returns:
         The difference, or None, and the largest distance of all tensors before it.
     """
+    unseen = MIN_TOLERANCE if is_first and number > 1 else 0.0
     for key in {**a.tensors, **b.tensors}:
         ours, theirs = a.tensors.get(key), b.tensors.get(key)
         if ours is None or theirs is None:
@@ -192,7 +194,7 @@ def first_difference(
             return TensorDifference(number, key, math.inf, before, 0.0, "", note), before
         difference = distance(ours, theirs, key.endswith(" update"))
         eps, dtype = max((f.eps, f.dtype) for f in (ours, theirs))
-        allowed = max(MIN_TOLERANCE, GAIN * (eps + before))
+        allowed = max(MIN_TOLERANCE, GAIN * (eps + max(before, unseen)))
         update = a.tensors.get(f"{key} update")
         if update is not None and ours.numbers[1]:
             # Parameters diverge, because Adam may reverse an update whose gradient is close to zero.

@@ -394,7 +394,7 @@ def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
         row = next((row for row, pair in pairs if not np.array_equal(*pair)), None)
         if row is not None:
             found.append(Finding(row_found(a, step, row, ours, theirs), False, {"step": step, "row": row}))
-        finding, before = first_difference(ours, theirs, step, before)
+        finding, before = first_difference(ours, theirs, step, before, is_first=not compared)
         if finding is not None:
             found.append(Finding(str(finding), False, finding._asdict()))
         if found:
