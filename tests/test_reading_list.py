@@ -80,8 +80,12 @@ def run_traced(output: Path, options: list[str]) -> None:
     """Train in this process, and write the files, their functions and the threads to ``output`` as JSON."""
     import torch
 
+    from torchtrain.datasets import standard_library
     from torchtrain.train import main
 
+    # The fork server has found the default data, so that other tests need not.
+    standard_library._text_of.cache_clear()
+    standard_library.standard_library_files.cache_clear()
     torch.set_num_threads(1)
     trace = Trace()
     trace.start()
