@@ -15,6 +15,7 @@ from forkserver import context
 
 ROOT = Path(__file__).parents[3]
 RANKS = 8
+PACKAGES = {"families.md": "torchtrain_families", "mixture-of-experts.md": "torchtrain_moe"}  # installed on their pages
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -51,7 +52,7 @@ def check_toml(page: Path) -> None:
     from torchtrain.models.spec import DecoderConfig
     from torchtrain.resolve import resolve
 
-    sys.path[:0] = [str(Path.cwd()), str(ROOT / "scripts/families")]
+    sys.path[:0] = [str(Path.cwd()), str(ROOT / "scripts/families"), str(ROOT / "scripts/moe")]
     texts = blocks(page, "toml")
     imports = [name for text in texts for name in tomli.loads(text).get("job", {}).get("import", ())]
     write_modules(page, imports)
@@ -66,8 +67,8 @@ def check_toml(page: Path) -> None:
             continue
         Path("block.toml").write_text(text)
         options = ["--job.config_file", "block.toml"]
-        if page.name == "families.md":
-            options += ["--job.import", "torchtrain_families"]
+        if page.name in PACKAGES:
+            options += ["--job.import", PACKAGES[page.name]]
         plan_of(config := parse(options)).resolve(resolve_one)
         assert set(table) <= {*vars(config), *config.plugins, "stages"}
 
@@ -86,12 +87,14 @@ def check_commands(commands: Sequence[str]) -> None:
     """Parse the options of those of ``commands`` that train, estimate or prepare, on eight ranks."""
     from torchtrain.config.parse import parse
 
-    sys.path[:0] = [str(Path.cwd()), str(ROOT / "scripts/families")]
+    sys.path[:0] = [str(Path.cwd()), str(ROOT / "scripts/families"), str(ROOT / "scripts/moe")]
     write_modules(ROOT / "docs/own-architecture.md", ["parallel_block"])
-    import_module("torchtrain_families")  # which is installed, on its page
+    for package in PACKAGES.values():
+        import_module(package)
     for name in ("F", "FILE", "run.toml", "my_texts.toml", "layout.toml", "exclude.jsonl", "list.jsonl"):
         Path(name).write_text("")  # that a command names, or that one before it writes
-    Path("train_configs").symlink_to(ROOT / "train_configs")
+    for name in ("train_configs", "scripts"):
+        Path(name).symlink_to(ROOT / name)
     for command in commands:
         options = options_of_run(command)
         if options is not None:

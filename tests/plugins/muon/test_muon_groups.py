@@ -65,11 +65,11 @@ def test_optimizer_states_are_named_by_parameter() -> None:
     assert optimizer.state_dict()["norm.weight.exp_avg"] is states["norm.weight.exp_avg"]
 
 
-def test_muon_rejects_a_parameter_of_three_dimensions_by_name() -> None:
+def test_muon_rejects_a_parameter_of_four_dimensions_by_name() -> None:
     model = nn.Module()
-    model.experts = nn.Parameter(torch.ones(2, 3, 4))
+    model.experts = nn.Parameter(torch.ones(2, 3, 4, 5))
     with pytest.raises(
-        ConfigError, match=r"muon cannot update experts, whose shape is 2 x 3 x 4: .*optimizer = 'adamw'"
+        ConfigError, match=r"muon cannot update experts, whose shape is 2 x 3 x 4 x 5: .*optimizer = 'adamw'"
     ):
         build_optimizer([model], OptimizerConfig(name="muon"))
     by_adamw = (ParameterPatternConfig(params="experts", optimizer="adamw"),)

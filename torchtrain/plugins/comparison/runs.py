@@ -381,7 +381,8 @@ def size(x: Tensor) -> float:
 def fingerprints(a: RunFolder, b: RunFolder) -> Iterator[Finding]:
     """Find the first row of a batch, or the first tensor, that differs by more than rounding explains."""
     missing = "no step of which both have fingerprints: run both with --comparison.fingerprint_steps 1 2"
-    before, compared = 0.0, {}
+    before = 0.0
+    compared: dict[int, int] = {}  # by step the number of tensors
     folders = [Path(run.path) / "fingerprints" for run in (a, b)]  # a run in a bucket has none
     for step in common_steps(saved_steps(folders[0]), saved_steps(folders[1]), missing):
         try:
