@@ -182,10 +182,10 @@ class JsonLines(MetricsWriter):
 def output_names() -> list[str]:
     """Outputs in the dump folder that do not contain the id of their run, unlike checkpoints and exports."""
     names = ["config.toml", "metrics.jsonl", "traces"]
-    for registry in (METRICS_WRITERS, CONFIG_SECTIONS):
-        for key in registry:
-            with suppress(Exception):  # the import of a writer that this run does not use may fail
-                names += registry[key].output_files
+    names += [name for key in CONFIG_SECTIONS for name in CONFIG_SECTIONS[key].output_files]
+    for key in METRICS_WRITERS:
+        with suppress(Exception):  # that of a writer that this run does not use, whose import fails
+            names += METRICS_WRITERS[key].output_files
     return names
 
 
