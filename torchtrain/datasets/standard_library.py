@@ -18,7 +18,7 @@ def standard_library() -> TextFiles:
     return _text_of(standard_library_files())
 
 
-@cache  # as are its arguments: this takes a tenth of a second, and validation and each stage open their sources
+@cache  # a tenth of a second, for training, for validation and in each stage
 def _text_of(files: tuple[Path, ...]) -> TextFiles:
     identity = identify(files)
     # Each file is a document, as a text file is.

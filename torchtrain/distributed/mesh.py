@@ -105,7 +105,7 @@ class Mesh:
         self.pipeline = self.world["pipeline"]
         self.context = self.world["context"]
         self.tensor = self.world["tensor"]
-        self._divided: dict[str, DeviceMesh] = {}
+        self._divided: dict[tuple[int, str], DeviceMesh] = {}
 
     @cached_property
     def stage(self) -> DeviceMesh:
@@ -116,13 +116,14 @@ class Mesh:
         """The ranks over which FSDP shards, divided further for a parallelism that a package brings.
 
         The result is 2-D, with the dimensions ``{name}_shard`` and ``name``; the latter has ``degree`` neighbors. The
-        first call for a name is collective over all ranks.
+        first call with such arguments is collective over all ranks.
         """
-        if name not in self._divided:
+        key = degree, name
+        if key not in self._divided:
             sizes = self.degrees.fsdp // degree, degree
             flat = self.world["shard", "context"]._flatten("fsdp") if self.degrees.context > 1 else self.world["shard"]
-            self._divided[name] = flat._unflatten(0, sizes, (f"{name}_shard", name))
-        return self._divided[name]
+            self._divided[key] = flat._unflatten(0, sizes, (f"{name}_shard", name))
+        return self._divided[key]
 
 
 def local(tensor: Any) -> Tensor:
