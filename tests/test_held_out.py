@@ -19,6 +19,7 @@ from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.options import DataConfig, SourceConfig
 from torchtrain.errors import ConfigError, DataError
 from torchtrain.labels import IGNORE_INDEX
+from torchtrain.logging import logger
 from torchtrain.metrics.options import ValidationConfig
 
 SHARE = 0.3
@@ -199,7 +200,10 @@ def test_shares_that_cannot_be_held_out_are_rejected(tmp_path: Path, text: str) 
         SourceConfig(path=text, held_out=1.0)
 
 
-def test_held_out_part_of_the_default_data_is_not_one_of_others(text: str, tmp_path: Path) -> None:
+def test_held_out_part_of_the_default_data_is_not_one_of_others(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger.name)
     (tmp_path / "default.toml").write_text("[data]\nheld_out = 0.01\n")
     (tmp_path / "own.toml").write_text(f'[data]\nheld_out = 0.01\npath = "{text}"\n')
 
@@ -207,7 +211,11 @@ def test_held_out_part_of_the_default_data_is_not_one_of_others(text: str, tmp_p
         return parse(["--job.config_file", str(tmp_path / file), *words], "torchtrain.train", "").data.held_out
 
     assert held_out("default.toml") == held_out("own.toml", "--data.path", text) == 0.01
+    assert not caplog.messages
     assert held_out("default.toml", "--data.path", text) == 0
+    assert [message.partition(",")[0] for message in caplog.messages] == [
+        "data.held_out = 0.01 of the config file is for its own data"
+    ]
     assert held_out("default.toml", "--data.path", text, "--data.held_out", "0.2") == 0.2
 
 
