@@ -1,7 +1,8 @@
 """Fixtures of the tests of plugins."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hub_server import Hub
@@ -29,3 +30,14 @@ def hub(hub_of_session: Hub) -> Iterator[Hub]:
     """A local server that this process and its children use as the Hugging Face hub."""
     yield hub_of_session
     hub_of_session.clear()
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """A function that writes a module that a command can import."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(name: str, text: str) -> None:
+        (tmp_path / f"{name}.py").write_text(text)
+
+    return write

@@ -22,7 +22,7 @@ from json_tokenizers import save_tokenizer
 from parity import TINY, Curve, assert_same_run, config_of
 from plugin_rank_functions import train_example_family
 from safetensors.torch import load_file
-from test_hf_families import SMALL, assert_same_as_transformers
+from test_hf_families import SMALL, assert_same_as_transformers, random_of_config
 from test_parallelism import layout
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -85,13 +85,8 @@ def _registered(_restore_registries: None) -> None:
 def random_model(name: str, **changes: Any) -> Any:
     """A model of transformers in which norms differ from their initial values."""
     kind, keys = FAMILIES[name]
-    config = getattr(transformers, kind)(**{**SMALL, "pad_token_id": None, **keys, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(1)
-    for key, parameter in model.named_parameters():
-        mean = 1.0 if key.endswith("norm.weight") and name != "gemma3_text" else 0.0  # Gemma adds 1 to the weight
-        torch.nn.init.normal_(parameter, mean, 0.2, generator=generator)
-    return model
+    mean = 0.0 if name == "gemma3_text" else 1.0  # Gemma adds 1 to the weight
+    return random_of_config(kind, mean, **{**keys, **changes})
 
 
 def tiny(name: str) -> TransformerConfig:

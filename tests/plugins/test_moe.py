@@ -21,7 +21,7 @@ from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, config_of
 from plugin_rank_functions import copy_mixture, train_mixture
 from safetensors.torch import load_file
-from test_hf_families import SMALL, TOKENS, assert_close_to_largest
+from test_hf_families import SMALL, TOKENS, assert_close_to_largest, random_of_config
 from test_parallelism import layout
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -54,12 +54,7 @@ def _registered(_restore_registries: None) -> None:
 def random_model(name: str, **changes: Any) -> Any:
     """A model of transformers in which norms differ from their initial values."""
     kind, keys = FAMILIES[name]
-    config = getattr(transformers, kind)(**{**SMALL, "pad_token_id": None, **keys, **changes})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(1)
-    for key, parameter in model.named_parameters():
-        torch.nn.init.normal_(parameter, 1.0 if key.endswith("norm.weight") else 0.0, 0.2, generator=generator)
-    return model
+    return random_of_config(kind, **keys, **changes)
 
 
 def tiny(name: str, **changes: Any) -> Any:

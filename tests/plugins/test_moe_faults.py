@@ -96,17 +96,6 @@ def _registered(_restore_registries: None) -> None:
     importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
 
 
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """A function that writes a module which the command can import."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(name: str, text: str) -> None:
-        (tmp_path / f"{name}.py").write_text(text)
-
-    return write
-
-
 QUICK = ("router gradient not summed over ranks",)
 
 

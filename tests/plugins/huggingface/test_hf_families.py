@@ -73,6 +73,17 @@ def random_model(name: str) -> Any:
     return model
 
 
+def random_of_config(kind: str, norm_mean: float = 1.0, **keys: Any) -> Any:
+    """A model of transformers with a config of class ``kind``; the weights of its norms are around ``norm_mean``."""
+    config = getattr(transformers, kind)(**{**SMALL, "pad_token_id": None, **keys})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(1)
+    for key, parameter in model.named_parameters():
+        mean = norm_mean if key.endswith("norm.weight") else 0.0
+        torch.nn.init.normal_(parameter, mean, 0.2, generator=generator)
+    return model
+
+
 def assert_close_to_largest(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
 

@@ -231,17 +231,6 @@ FAULTS = {
 QUICK = ("one norm of all not summed", "epsilon of norms off by 1e-6 on one rank", "mean in place of a sum over shards")
 
 
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
-    """A function that writes a module which the command can import."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def write(name: str, text: str) -> None:
-        (tmp_path / f"{name}.py").write_text(text)
-
-    return write
-
-
 def check(entry: dict[str, Any], fault: Any) -> None:
     assert entry["verdict"] == fault.kind, entry
     if fault.kind == "fails":
