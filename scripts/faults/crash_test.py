@@ -3,7 +3,7 @@
 Two ranks train the debug model with an asynchronous checkpoint every second step. Each round starts the run and injects
 one fault, in random order:
 
-- kill: SIGKILL to one rank or to both, at any moment, or, every other time, a moment after a save has begun;
+- kill: SIGKILL to one rank or to all, at any moment, or, every other time, a moment after a save has begun;
 - full disk: every write fails for a while;
 - read error: a file of the newest checkpoint cannot be read, by one rank;
 - all damaged: there is no valid checkpoint;
@@ -15,9 +15,9 @@ one fault, in random order:
 - changed data: a data file is replaced by another one of the same size and time before the run starts;
 - flipped read: while a checkpoint is verified and loaded, one read returns a flipped bit.
 
-``--grains`` computes in grains, and starts each run on another layout of the two ranks: data, tensor, context or
-pipeline parallelism. ``--composed`` injects several faults into each round (``crash_test_composed.py``). ``--replicas
-3`` trains replicas instead, which die (``crash_test_replicas.py``).
+``--grains`` computes in grains, and starts each run on another layout of two or four ranks: data, tensor, context and
+pipeline parallelism, and two of them. ``--composed`` injects several faults into each round
+(``crash_test_composed.py``). ``--replicas 3`` trains replicas instead, which die (``crash_test_replicas.py``).
 
 Every exit code must be the one that docs/faults.md documents, and every complete checkpoint must match its manifest. In
 the end the run must be bitwise identical to an undisturbed run, and no process or temporary file may be left.
@@ -68,15 +68,21 @@ RUN = f"""
 --validation.enable --validation.interval {VALIDATION_INTERVAL} --validation.steps 8
 """
 GRAINS = "--training.sums exact --grains.tensor 2 --grains.context 4"
-LAYOUTS = (  # of two ranks, with one row in a microbatch
-    "",
-    "--parallelism.tensor_parallel_degree 2",
-    "--parallelism.tensor_parallel_degree 2 --parallelism.no-enable_sequence_parallel",
-    "--parallelism.context_parallel_degree 2",
-    "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2",
-)
+TENSOR, CONTEXT = "--parallelism.tensor_parallel_degree 2", "--parallelism.context_parallel_degree 2"
+PIPELINE = "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2"
+LAYOUTS = {  # with one row in a microbatch: their options, and numbers of ranks
+    "": 2,
+    TENSOR: 2,
+    f"{TENSOR} --parallelism.no-enable_sequence_parallel": 2,
+    CONTEXT: 2,
+    PIPELINE: 2,
+    f"{TENSOR} {CONTEXT}": 4,
+    f"{PIPELINE} {TENSOR}": 4,
+    f"{PIPELINE} {CONTEXT}": 4,
+    f"{TENSOR} --parallelism.data_parallel_shard_degree 2": 4,
+}
 FOR_EVER = 10**9  # steps
-STOPPED, STORAGE, REJECTED = [75] * RANKS, [74] * RANKS, [2] * RANKS
+STOPPED, STORAGE, REJECTED = 75, 74, 2
 
 
 class Run(Protocol):
@@ -100,16 +106,21 @@ class Run(Protocol):
 
 
 class Processes:
-    """A run of ``RANKS`` processes that train into ``folder``, or each into a folder of its own in one of ``apart``."""
+    """A run of ``ranks`` processes that train into ``folder``, or each into a folder of its own in one of ``apart``."""
 
     def __init__(
-        self, folder: Path, options: list[str], environment: dict[str, str], apart: list[Path] | None = None
+        self,
+        folder: Path,
+        options: list[str],
+        environment: dict[str, str],
+        apart: list[Path] | None = None,
+        ranks: int = RANKS,
     ) -> None:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
         command = [sys.executable, "-m", "torchtrain.train", *OPTIONS.split(), *options]
-        common = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder.with_name(f"{folder.name}.log")
         self.begin = self.log.stat().st_size if self.log.exists() else 0
@@ -122,7 +133,7 @@ class Processes:
                     stdout=log,
                     stderr=log,
                 )
-                for rank in range(RANKS)
+                for rank in range(ranks)
             ]
         atexit.register(self.end)
 
@@ -140,7 +151,7 @@ class Processes:
             time.sleep(0.002)
 
     def kill(self, *ranks: int, number: int = signal.SIGKILL) -> None:
-        for rank in ranks or range(RANKS):
+        for rank in ranks or range(len(self.processes)):
             self.processes[rank].send_signal(number)
 
     def end(self) -> None:
@@ -217,9 +228,10 @@ def metrics_in(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def expect(run: Run, codes: list[int]) -> None:
+def expect(run: Run, code: int) -> None:
+    """Wait for the end of all ranks, whose exit code must be ``code``."""
     found = run.wait()
-    assert found == codes, f"exit codes {found}, not {codes}\n{run.output()}"
+    assert {*found} == {code}, f"exit codes {found}, not {code}\n{run.output()}"
 
 
 def kill(trial: Trial) -> None:
@@ -228,7 +240,7 @@ def kill(trial: Trial) -> None:
     if aimed:
         run.wait_for(trial.saving)
     time.sleep(trial.rng.random() * (0.1 if aimed else 0.5))
-    run.kill(*trial.rng.choice([[0], [1], [0, 1]]))
+    run.kill(*trial.rng.choice([[0], [1], []]))  # of the last, all
     run.end()
     trial.inside_saves += trial.saving()  # nobody is left to finish it
 
@@ -404,7 +416,7 @@ def disturb(trial: Trial, rounds: list[Callable[[Trial], None]]) -> int:
             verify(checkpoint, read_manifest(checkpoint).files)
         print(f"{number}/{len(rounds)} {name}: newest step {trial.newest()}", flush=True)
     steps = trial.newest() + 4
-    expect(trial.start(steps), [0] * RANKS)
+    expect(trial.start(steps), 0)
     left = [path.name for path in trial.checkpoints.iterdir() if not path.name.removeprefix("step-").isdecimal()]
     assert left == ["generation.json"], left
     return steps
@@ -419,7 +431,7 @@ def tensors(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 def compare(trial: Trial, undisturbed: Trial, steps: int) -> tuple[int, int]:
     """Return the number of tensors and of steps compared, all of which must be bitwise equal."""
-    expect(undisturbed.start(steps), [0] * RANKS)
+    expect(undisturbed.start(steps), 0)
     ours, theirs = tensors(trial.folder, steps), tensors(undisturbed.folder, steps)
     assert ours.keys() == theirs.keys()
     assert not (different := [name for name in theirs if not torch.equal(ours[name], theirs[name])]), different
@@ -465,7 +477,7 @@ def run_in_s3(folder: Path, kills: int, faults: int, rng: random.Random) -> None
     rng.shuffle(rounds)
     steps = crash_test_s3.disturb(trial, [crash_test_s3.kill, *rounds])
     undisturbed = start("undisturbed", str(folder / "checkpoint"), steps)
-    expect(undisturbed, [0] * RANKS)
+    expect(undisturbed, 0)
     ours = crash_test_s3.tensors(trial.storage.open(steps))
     theirs = crash_test_s3.tensors(LocalCheckpoint(step_folder(folder / "checkpoint", steps)))
     assert ours.keys() == theirs.keys()
@@ -580,11 +592,12 @@ def main() -> None:
     layouts: Counter[str] = Counter()
 
     def start(where: Path, words: list[str]) -> Run:
+        ranks = RANKS
         if options.grains:
-            layout = rng.choice(LAYOUTS)
+            layout, ranks = rng.choice(list(LAYOUTS.items()))
             layouts[layout] += 1
             words = [*words, *GRAINS.split(), *layout.split()]
-        return Processes(where, words, disk.environment if disk else {})
+        return Processes(where, words, disk.environment if disk else {}, ranks=ranks)
 
     disturbed, undisturbed = (
         Trial(folder / name, rng, disk, start, validation_data) for name in ("run", "undisturbed")
