@@ -1,10 +1,10 @@
-"""Measure the cost of exact gradient sums: the reductions take turns on the same ranks.
+"""Measure the cost of exact gradient sums and of grains: these ways take turns on the same ranks.
 
     python scripts/benchmarks/benchmark_sums.py [--ranks 2] [--width 1024] [--layers 4] [--tokens 1024]
 
 Each rank is a process with one thread. A line has the median seconds of a step and, as medians over the turns, the
-ratios of its time, and of the CPU time of all ranks, to those of fast sums with each microbatch reduced. The
-ratio of CPU times is more reliable on a busy machine.
+ratios of its time, and of the CPU time of all ranks, to those of the first of ``--ways``: by default fast sums with
+each microbatch reduced. The ratio of CPU times is more reliable on a busy machine.
 """
 
 import argparse
@@ -35,17 +35,22 @@ from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.optimizers.options import LRSchedulerConfig
 from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.options import ParallelismConfig
-from torchtrain.plugins.exact_sums.options import ExactSumsConfig
+from torchtrain.plugins.exact_sums.options import ExactSumsConfig, GrainsConfig
 from torchtrain.trainer import TrainStep, initialize
 
 SEQ_LEN = 256
-FAST = "fast"
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Any]] = {
-    FAST: ({}, {}, "auto"),
-    "fast, unsharded": ({}, {"fsdp_gradient_accumulation": "unsharded"}, "auto"),
-    "exact, all-to-all": ({"sums": "exact"}, {}, "all_to_all"),
-    "exact, ring": ({"sums": "exact"}, {}, "ring"),
+EXACT = {"sums": "exact"}
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], ExactSumsConfig, GrainsConfig]] = {
+    "fast": ({}, {}, ExactSumsConfig(), GrainsConfig()),
+    "fast, unsharded": ({}, {"fsdp_gradient_accumulation": "unsharded"}, ExactSumsConfig(), GrainsConfig()),
+    "exact, all-to-all": (EXACT, {}, ExactSumsConfig("all_to_all"), GrainsConfig()),
+    "exact, ring": (EXACT, {}, ExactSumsConfig("ring"), GrainsConfig()),
+    "2 tensor grains": (EXACT, {}, ExactSumsConfig("all_to_all"), GrainsConfig(tensor=2)),
+    "4 tensor grains": (EXACT, {}, ExactSumsConfig("all_to_all"), GrainsConfig(tensor=4)),
+    "4 chunks": (EXACT, {}, ExactSumsConfig("all_to_all"), GrainsConfig(context=4)),
+    "4 of both": (EXACT, {}, ExactSumsConfig("all_to_all"), GrainsConfig(tensor=4, context=4)),
 }
+DEFAULT_WAYS = ["fast", "fast, unsharded", "exact, all-to-all", "exact, ring"]
 
 
 class NoStop:
@@ -55,14 +60,14 @@ class NoStop:
 
 
 def make_step(way: str, args: argparse.Namespace) -> TrainStep:
-    training, parallelism, transport = WAYS[way]
+    training, parallelism, exact_sums, grains = WAYS[way]
     config = JobConfig(
         training=TrainingConfig(
             local_batch_size=args.tokens // SEQ_LEN, seq_len=SEQ_LEN, mixed_precision_param=args.dtype, **training
         ),
         parallelism=ParallelismConfig(**parallelism),
         lr_scheduler=LRSchedulerConfig(warmup_steps=0),
-        plugins={"exact_sums": ExactSumsConfig(transport)},
+        plugins={"exact_sums": exact_sums, "grains": grains},
     )
     device = torch.device("cpu")
     heads = max(1, args.width // 64)
@@ -96,7 +101,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
 def measure(rank: int, store: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(gloo_backend(), init_method=f"file://{store}", rank=rank, world_size=args.ranks)
-    steps = {way: make_step(way, args) for way in dict.fromkeys((FAST, *args.ways))}
+    steps = {way: make_step(way, args) for way in args.ways}
     sequences = args.tokens // SEQ_LEN
     for microbatches in args.microbatches:
         seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in steps}
@@ -114,7 +119,7 @@ def measure(rank: int, store: str, args: argparse.Namespace) -> None:
                 words = [f"{args.ranks} ranks, {microbatches} microbatches, {way:18}"]
                 words.append(f"{statistics.median(wall for wall, _ in own[1:]):7.3f} s")
                 for kind, name in enumerate(("time", "CPU time")):
-                    ratios = [a[kind] / b[kind] for a, b in zip(own[1:], seconds[FAST][1:], strict=True)]
+                    ratios = [a[kind] / b[kind] for a, b in zip(own[1:], seconds[args.ways[0]][1:], strict=True)]
                     words.append(f"{name} {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
                 print("  ".join(words), flush=True)
     dist.destroy_process_group()
@@ -145,7 +150,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4], help="of one rank in a step")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help=f"beside {FAST!r}")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=DEFAULT_WAYS)
     args = parser.parse_args()
     in_processes(measure, args)
 
