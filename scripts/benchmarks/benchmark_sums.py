@@ -1,6 +1,6 @@
 """Measure the cost of exact gradient sums and of grains: these ways take turns on the same ranks.
 
-    python scripts/benchmarks/benchmark_sums.py [--ranks 2] [--width 1024] [--layers 4] [--tokens 1024]
+    python scripts/benchmarks/benchmark_sums.py [--ranks 2] [--width 1024] [--tokens 1024] [--ways WAY ...]
 
 Each rank is a process with one thread. A line has the median seconds of a step and, as medians over the turns, the
 ratios of its time, and of the CPU time of all ranks, to those of the first of ``--ways``: by default fast sums with
@@ -70,7 +70,7 @@ def make_step(way: str, args: argparse.Namespace) -> TrainStep:
         plugins={"exact_sums": exact_sums, "grains": grains},
     )
     device = torch.device("cpu")
-    heads = max(1, args.width // 64)
+    heads = max(1, args.width // args.head_dim)
     shape = TransformerConfig(
         args.width, args.layers, heads, max(1, heads // 4), args.width * 4, args.vocab, max_seq_len=SEQ_LEN
     )
@@ -144,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--head_dim", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=1024, help="in a microbatch of one rank")
