@@ -132,10 +132,13 @@ def run_layout(
 @pytest.mark.parametrize(
     ("saved_on", "resumed_on", "tied"),
     [
-        ("shard 4", ["1 rank", "pipeline 2"], False),
+        ("shard 2", ["1 rank"], False),
+        ("tensor 2 x shard 2", ["pipeline 2"], True),
+        ("pipeline 2", ["shard 2"], True),
+        pytest.param("shard 4", ["1 rank", "pipeline 2"], False, marks=pytest.mark.slow),
         pytest.param("shard 4", ["context 2 x tensor 2"], True, marks=pytest.mark.slow),
-        ("tensor 2 x shard 2", ["shard 4"], True),
-        ("pipeline 2", ["pipeline 2, interleaved"], True),
+        pytest.param("tensor 2 x shard 2", ["shard 4"], True, marks=pytest.mark.slow),
+        pytest.param("pipeline 2", ["pipeline 2, interleaved"], True, marks=pytest.mark.slow),
         pytest.param("shard 4", ["shard 2", "tensor 2 x shard 2"], False, marks=pytest.mark.slow),
         pytest.param("shard 4", ["pipeline 2, interleaved"], True, marks=pytest.mark.slow),
         pytest.param("pipeline 2", ["shard 4"], True, marks=pytest.mark.slow),

@@ -33,10 +33,10 @@ from torchtrain.plugins.muon.muon import BUCKET_BYTES, assign_owners, iteration_
 MUON = {"optimizer": {"name": "muon", "lr": 3e-3}}
 # The ranks do not divide the rows of these matrices: one of eight ranks has no row of wk and wv.
 ODD = replace(TINY, n_layers=2, head_dim=6, ffn_dim=54)
-MUON_LAYOUTS = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices")]
+MUON_LAYOUTS = [*LAYOUTS, ("S8", "odd matrices"), ("S2 C2 T2", "odd matrices"), ("S2 T2", "odd matrices")]
 # The other layouts take as long as all of tests/test_parallelism.py; they are marked slow.
 FAST = {("S2", "odd"), ("R2 S2", "tied"), ("P2 Interleaved1F1B", "deep-tied")}
-FAST |= {("S2 C2 T2", "odd matrices")}  # test_learning.py has one with a pipeline
+FAST |= {("S2 T2", "odd matrices")}  # test_learning.py has one with a pipeline
 
 
 @pytest.fixture(scope="module")
@@ -66,23 +66,29 @@ def test_every_layout_matches_one_rank(
             assert (weights - expected.last[name]).norm() <= 1e-4 * moved, name
 
 
-def test_exact_sums_are_bitwise_identical_on_any_number_of_ranks(gloo: GlooPool) -> None:
+@pytest.mark.parametrize(("ranks", "replicas"), [(3, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
+def test_exact_sums_are_bitwise_identical_on_any_number_of_ranks(gloo: GlooPool, ranks: int, replicas: int) -> None:
     one = run_exact_sums(gloo, 1, config_with(**MUON))
-    for ranks, replicas in ((3, 1), (4, 2)):
-        config = config_with({"data_parallel_replicate_degree": replicas}, **MUON)
-        assert_bitwise_identical(run_exact_sums(gloo, ranks, config), one)
+    config = config_with({"data_parallel_replicate_degree": replicas}, **MUON)
+    assert_bitwise_identical(run_exact_sums(gloo, ranks, config), one)
 
 
-@pytest.mark.parametrize("others", [[], pytest.param(["shard 4", "pipeline 2, interleaved"], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("saved_on", "others"),
+    [
+        ("shard 2", []),
+        pytest.param("tensor 2 x shard 2", ["shard 4", "pipeline 2, interleaved"], marks=pytest.mark.slow),
+    ],
+)
 def test_resume_is_bitwise_identical_on_the_same_layout_and_close_on_others(
-    gloo: GlooPool, tmp_path: Path, others: list[str]
+    gloo: GlooPool, tmp_path: Path, saved_on: str, others: list[str]
 ) -> None:
     optimizer = OptimizerConfig(name="muon", lr=3e-3)
-    losses, _ = run_layout(gloo, tmp_path, "tensor 2 x shard 2", True, optimizer)
+    losses, _ = run_layout(gloo, tmp_path, saved_on, True, optimizer)
     saved = bytes_of_tensors(tmp_path / "checkpoint")
     states = {name.rpartition(".")[2] for name in saved if name.startswith("optimizer.layers.0.attention.wq.")}
     assert states == {"momentum_buffer"}
-    assert run_layout(gloo, tmp_path, "tensor 2 x shard 2", True, optimizer)[0] == losses[SAVED:]
+    assert run_layout(gloo, tmp_path, saved_on, True, optimizer)[0] == losses[SAVED:]
     for layout in others:
         resumed, _ = run_layout(gloo, tmp_path, layout, True, optimizer)
         torch.testing.assert_close(resumed, losses[SAVED:], rtol=1e-5, atol=0)
