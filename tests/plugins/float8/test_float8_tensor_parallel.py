@@ -90,7 +90,7 @@ def train_in_float8(
     ):
         if config.compile.enable:
             warnings.simplefilter("ignore")  # the compiler's own warnings, which would be errors here
-        curve = train(config, shape, attach=attach)
+        curve = train(config, shape, steps=2, attach=attach)
     return curve, records[0].gradients
 
 
@@ -152,7 +152,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallelism", "model", "sections"),
     [
-        pytest.param({**T2, **S2}, "plain", {}, id="S2 T2"),
+        pytest.param(T2, "plain", {}, id="T2"),
+        pytest.param({**T2, **S2}, "plain", {}, id="S2 T2", marks=slow),
         pytest.param({**T2, **P2}, "plain", {}, id="T2 P2", marks=slow),
         pytest.param(T2, "qwen", {}, id="T2 qwen", marks=slow),
         pytest.param(T4, "plain", {}, id="T4", marks=slow),
@@ -276,7 +277,7 @@ def test_exact_sums_are_bitwise_identical_on_any_number_of_shards(gloo: GlooPool
 def test_checkpoint_of_tensor_parallel_ranks_resumes_on_one_rank(tmp_path: Path) -> None:
     """Its first loss shows that the initial weights have the scales of whole tensors, not those of their shards."""
     shape = replace(forked_run.TINY, dim=32, n_kv_heads=2, ffn_dim=64)
-    options = ("--float8.recipe", "tensorwise", "--training.steps", "4")
+    options = ("--float8.recipe", "tensorwise", "--training.steps", "3")
     layout = ("--parallelism.tensor_parallel_degree", "2")
     finish(tmp_path / "one", *options, ranks=1, hook=emulated_float8, shape=shape)
     finish(tmp_path / "two", *options, *layout, ranks=2, hook=emulated_float8, shape=shape)
@@ -284,11 +285,10 @@ def test_checkpoint_of_tensor_parallel_ranks_resumes_on_one_rank(tmp_path: Path)
     assert losses[1] == pytest.approx(expected[1], rel=LOSS_ERROR)
     assert losses == pytest.approx(expected, rel=1e-3)
     assert {type(tensor) for tensor in saved_tensors(tmp_path / "two", 2).values()} == {Tensor}
-    shutil.rmtree(tmp_path / "two/checkpoint/step-4")
+    shutil.rmtree(tmp_path / "two/checkpoint/step-3")
     finish(tmp_path / "two", *options, ranks=1, hook=emulated_float8, shape=shape)
     resumed = logged_losses(tmp_path / "two")
     assert resumed[3] == pytest.approx(losses[3], rel=LOSS_ERROR)
-    assert resumed[4] == pytest.approx(losses[4], rel=1e-3)
 
 
 GPU, HOPPER = torch.device("cuda", 0), (9, 0)
