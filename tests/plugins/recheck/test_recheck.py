@@ -109,6 +109,17 @@ UNCHANGED = [
         8,
         {**EXACT, "grains": {"tensor": 2, "context": 4}, "parallelism": {"context_parallel_degree": 2}},
         id="context, grains",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        2,
+        8,
+        {
+            **EXACT,
+            "grains": {"context": 2},
+            "parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
+        },
+        id="context alone, grains",
     ),
     pytest.param(4, 8, {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}, id="tensor", marks=pytest.mark.slow),
     pytest.param(4, 8, {"parallelism": {"context_parallel_degree": 2}}, id="context", marks=pytest.mark.slow),
@@ -160,7 +171,7 @@ REPLICAS = {"parallelism": {"data_parallel_replicate_degree": 3}}
 PLANTED = [
     # ranks, rows, config, kind, repeats, named ranks, suspected ranks
     pytest.param(3, 12, EXACT, "forward", False, [1], [], id="forward"),
-    pytest.param(3, 12, EXACT, "backward", True, [], [0, 1, 2], id="three ranks, repeats"),
+    pytest.param(3, 12, EXACT, "backward", True, [], [0, 1, 2], id="three ranks, repeats", marks=SLOW),
     pytest.param(4, 16, EXACT, "backward", True, [1], [], id="four ranks, repeats", marks=SLOW),
     pytest.param(2, 8, {}, "backward", False, [1], [], id="two ranks, fast sums"),
     pytest.param(2, 8, EXACT, "backward", True, [], BOTH, id="two ranks, repeats"),
