@@ -167,7 +167,7 @@ def test_older_process_loses_the_lease_at_any_operation_of_a_newer_start(tmp_pat
     It checks the lease before it retires newer checkpoints, before it commits, and before and after it renames the
     checkpoint to delete.
     """
-    number, waited = 0, True
+    number, waited = check, True
     while waited:
         folder = tmp_path / str(number)
         older = wait_for_saves(Run(folder, **OPTIONS).train(1, 4))
@@ -202,7 +202,7 @@ def test_older_process_loses_the_lease_at_any_operation_of_a_newer_start(tmp_pat
             older.train(7, 10)
         assert resume(folder, **OPTIONS).manager.start.step == resumed_from + 2
         assert not [name for name in checkpoint_names(folder) if name.endswith((".partial", ".moving"))], number
-        number += 3
+        number += 5  # each operation comes after one of the checks
 
 
 def save(run: Run) -> None:
