@@ -330,8 +330,8 @@ def differences(run: Path, reference: Reference, steps: Sequence[int] | None = N
 
 
 def kill_and_restart(replicas: Replicas, victims: Sequence[str], kill: Kill) -> dict[str, list[int | None]]:
-    """Train with the replicas "0", "1" and "2" of which ``victims`` die, and start again; returns exit codes."""
-    for number in range(3):
+    """Train with all replicas, of which ``victims`` die, and start again; returns exit codes."""
+    for number in range(replicas.members):
         replica = str(number)
         replicas.start(replica, kill if replica in victims else None)
     for victim in victims:
