@@ -484,11 +484,19 @@ def test_invalid_arguments_are_errors(
         config_of(compile={"enable": True}, comparison={"fingerprint_steps": (1,)})
 
 
-def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None:
+SAVING = ("--checkpoint.enable", "--checkpoint.interval", "1")
+
+
+@pytest.fixture(scope="module")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on one rank with a checkpoint of each step, which must not be changed."""
+    return run(tmp_path_factory.mktemp("saved") / "a", *SAVING)
+
+
+def test_checkpoints_are_compared_and_damage_is_reported(saved_run: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    saving = ("--checkpoint.enable", "--checkpoint.interval", "1")
-    a = run(tmp_path / "a", *saving)
-    b = run(tmp_path / "b", *saving, "--parallelism.tensor_parallel_degree", "2", ranks=2)
+    a = saved_run
+    b = run(tmp_path / "b", *SAVING, "--parallelism.tensor_parallel_degree", "2", ranks=2)
     result = run_command("torchtrain.compare", str(a), str(b), "--picture", str(tmp_path / "curves.png"))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "  step 3: match, " in result.stdout
@@ -496,7 +504,7 @@ def test_checkpoints_are_compared_and_damage_is_reported(tmp_path: Path) -> None
     assert not result.stderr
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
-    other = run(tmp_path / "other", *saving, "--optimizer.lr", "1e-3")
+    other = run(tmp_path / "other", *SAVING, "--optimizer.lr", "1e-3")
     code, report = compare(a, other)
     assert code == 1
     assert report["saved"]["lines"][0] == "step 1: 21 tensors differ"
@@ -801,11 +809,13 @@ def test_comparison_with_transformers_of_an_incomplete_batch(tmp_path: Path) -> 
     assert f"{a}/checkpoint/step-3 and {tmp_path}/hf, on one batch of the data" in found.stdout
 
 
-def test_bitwise_runs_and_runs_with_too_little_in_common_have_verdicts_of_their_own(tmp_path: Path) -> None:
-    saving = ("--checkpoint.enable", "--checkpoint.interval", "1")
-    a, b = run(tmp_path / "a", *saving), run(tmp_path / "b", *saving)
+def test_bitwise_runs_and_runs_with_too_little_in_common_have_verdicts_of_their_own(
+    saved_run: Path, tmp_path: Path
+) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
     for folder in (a, b):
-        shutil.rmtree(folder / "fingerprints", ignore_errors=True)
+        shutil.copytree(saved_run, folder)
+        shutil.rmtree(folder / "fingerprints")
     result = run_command("torchtrain.compare", str(a), str(b))
     assert result.returncode == 0, result.stderr
     assert re.search(r"\nmatch bitwise: 3 logged steps and [0-9]+ tensors\n$", result.stdout), result.stdout
@@ -830,10 +840,9 @@ def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:
     assert "layers.0.attention.wq.weight" in report["saved"]["found"][0]["tensors"]
 
 
-def test_states_of_any_optimizer_are_compared(tmp_path: Path) -> None:
+def test_states_of_any_optimizer_are_compared(saved_run: Path, tmp_path: Path) -> None:
     """Two checkpoints whose only difference is a state that neither AdamW nor Muon has."""
-    original = run(tmp_path / "a", "--checkpoint.enable")
-    storage = LocalStorage(f"{original}/checkpoint")
+    storage = LocalStorage(f"{saved_run}/checkpoint")
     step = storage.steps()[-1]
     saved = storage.open(step)
     with warnings.catch_warnings():
@@ -843,7 +852,7 @@ def test_states_of_any_optimizer_are_compared(tmp_path: Path) -> None:
     other = key.replace("exp_avg", "trace")
     dist.init_process_group(gloo_backend(), store=dist.HashStore(), rank=0, world_size=1)
     for name, change in (("b", 0.0), ("c", 1.0)):
-        shutil.copytree(original, tmp_path / name)
+        shutil.copytree(saved_run, tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoint")
         own = {other if of == key else of: tensor for of, tensor in found.items()}
         own[other] = own[other] + change
