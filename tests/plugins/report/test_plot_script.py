@@ -2,10 +2,10 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
+from forked_command import run_command
 from test_plot import numbers, write_run
 
 ROOT = Path(__file__).parents[3]
@@ -24,10 +24,9 @@ def test_plot_skips_invalid_lines_and_rejects_invalid_output_files(tmp_path: Pat
     good = {"step": 1, "loss": 2.0, "grad_norm": 1.0, "tokens_per_second": 5.0, "memory_gib": 0.1}
     lines = [json.dumps(good), "[]", "null", '{"loss": 3}', '{"step": "two"}', '{"step": 2, "lo']
     (tmp_path / "metrics.jsonl").write_bytes("\n".join(lines).encode() + b"\n\xff\xfe\n")
-    plot = [sys.executable, "scripts/plot.py", str(tmp_path), "-o"]
 
-    def draw(name: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run([*plot, str(tmp_path / name)], cwd=ROOT, capture_output=True, text=True, check=False)
+    def draw(name: str) -> "CompletedProcess[str]":
+        return run_command("scripts/plot.py", str(tmp_path), "-o", str(tmp_path / name))
 
     result = draw("curves.svg")
     assert result.returncode == 0, result.stderr
