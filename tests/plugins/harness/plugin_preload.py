@@ -13,6 +13,9 @@ for name in (
 for name in (
     "scipy.io",  # datasets imports it when it opens files
     "s3fs",
+    "lm_eval.evaluator",  # with transformers, of which it takes seconds to import a model
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
     "torchtrain.plugins.report.curves",
 ):
     with suppress(ImportError):  # they are optional
