@@ -191,7 +191,7 @@ def save_after_rollback(run: Run) -> None:
     run.manager.maybe_save(4, last=True)
 
 
-@pytest.mark.parametrize("stride", [3, EACH])
+@pytest.mark.parametrize("stride", [5, EACH])
 @pytest.mark.parametrize("work", [save, save_after_rollback])
 def test_kill_at_any_request_leaves_a_valid_checkpoint(
     work: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch, stride: int
