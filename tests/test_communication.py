@@ -96,7 +96,7 @@ FSDP_BACKWARD = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 
         (TENSOR, "selective", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 2}, NORMS),
         (TENSOR, "full", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 3}, NORMS),  # the last output is not used
         (NO_SEQUENCE_PARALLEL, "none", {REDUCTIONS: 2}, {REDUCTIONS: 2}, NORMS),
-        (NO_SEQUENCE_PARALLEL, "full", {REDUCTIONS: 2}, {REDUCTIONS: 3}, NORMS),
+        pytest.param(*(NO_SEQUENCE_PARALLEL, "full", {REDUCTIONS: 2}, {REDUCTIONS: 3}, NORMS), marks=pytest.mark.slow),
         (
             CONTEXT,
             "none",

@@ -50,10 +50,10 @@ def reference(gloo: GlooPool) -> Curve:
         (1, 1, {}),
         (1, 2, {"fsdp_reshard_after_forward": "always"}),  # one FSDP group per block, as on one GPU
         (1, 2, {"fsdp_reshard_after_forward": "never"}),
-        (2, 1, {}),
+        pytest.param(2, 1, {}, marks=pytest.mark.slow),
         (2, 2, {}),
         pytest.param(4, 1, {}, marks=pytest.mark.slow),
-        (4, 2, {}),  # one microbatch
+        pytest.param(4, 2, {}, marks=pytest.mark.slow),  # one microbatch
         (4, 1, {"data_parallel_replicate_degree": 2}),
         pytest.param(4, 2, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
         pytest.param(2, 1, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),

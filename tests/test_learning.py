@@ -74,7 +74,8 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "layout", [name if name != "tensor" else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ("tensor", "zero bubble") else name for name in LAYOUTS],
 )
 def test_every_layout_trains_like_one_rank(
     gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str

@@ -18,7 +18,9 @@ ONE_ROUNDING = 1.01 * 2**-8  # error of rounding the result to bfloat16
 FLOAT32_TABLES = {(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "replicate" else name for name in LAYOUTS]
+)
 def test_tables_are_float32_in_every_block_of_a_bfloat16_step(gloo: GlooPool, layout: str) -> None:
     ranks, parallelism = LAYOUTS[layout]
     for rope in gloo.run(ranks, rope_in_a_step, parallelism, "full" if layout == "shard" else "none"):

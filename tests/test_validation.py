@@ -134,7 +134,12 @@ def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str,
         (2, 8, {"context_parallel_degree": 2}),
         (2, 8, {"pipeline_parallel_degree": 2}),
         (2, 8, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
-        (2, 8, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+        pytest.param(
+            2,
+            8,
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             4,
             8,
