@@ -132,7 +132,7 @@ def test_sources_have_the_losses_of_their_rows_and_training_does_not_change(
 
 
 # The others repeat one of these with a second axis, or without an option.
-QUICK = ("FSDP", "exact", "z-loss in chunks", "CP in chunks", "PP", "HSDP")
+QUICK = ("exact", "z-loss in chunks", "CP in chunks", "PP")
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ def one_rank(gloo: GlooPool) -> Norms:
     return found
 
 
-SLOW = ("TP without SP", "CP, TP")
+SLOW = ("FSDP", "HSDP", "TP without SP", "CP, TP")  # "PP, FSDP" has shards, test_logged_numbers.py replicas
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_samples_are_those_of_generate(gloo: GlooPool, references: dict[float, l
         assert gloo.run(1, sampled, {}, temperature) == [expected]
 
 
-SLOW = ("FSDP, more ranks than prompts", "TP without SP", "PP, TP")
+SLOW = ("FSDP", "FSDP, more ranks than prompts", "TP without SP", "PP, TP")  # "PP, FSDP" has shards
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,10 @@ def expected(gloo: GlooPool) -> list[tuple[float, int]]:
     return gloo.run(1, scored_by_the_model)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
+@pytest.mark.parametrize(
+    "layout",
+    ["one rank", *(pytest.param(name, marks=pytest.mark.slow) if name in (*SLOW, "ZBV") else name for name in LAYOUTS)],
+)
 def test_logits_are_those_of_the_model_on_layouts(
     gloo: GlooPool, expected: list[tuple[float, int]], layout: str
 ) -> None:
