@@ -136,11 +136,17 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(
-    "fault",
-    [*FAULTS[:-2], *(pytest.param(fault, marks=pytest.mark.slow) for fault in FAULTS[-2:])],
-    ids=lambda fault: f"{fault.where}-{fault.kind}".replace("/", ""),
+    ("layout", "fault"),
+    [
+        pytest.param(
+            *(layout, fault),
+            id=f"{layout}-{fault.where}-{fault.kind}".replace("/", ""),
+            marks=pytest.mark.slow if fault in FAULTS[-2:] or (layout != "c4" and fault.kind != "short") else (),
+        )
+        for layout in LAYOUTS
+        for fault in FAULTS
+    ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
 def test_temporary_network_failure_does_not_change_the_batches(
     hub: Hub, layout: str, fault: Fault, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -396,7 +396,9 @@ def test_tokenizing_does_not_continue_with_other_options(memory: MemoryFileSyste
         tokenize(replace(source, text_column="title"), folder)
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet", "a.txt"])
+@pytest.mark.parametrize(
+    "name", ["a.jsonl.gz", "a.parquet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.jsonl", "a.txt"))]
+)
 def test_text_by_url_is_tokenized_as_local_text(name: str, memory: MemoryFileSystem, tmp_path: Path) -> None:
     """Into the same bytes, in the same shards; file:// is local text."""
     path = tmp_path / name

@@ -210,6 +210,9 @@ def test_too_little_text_for_one_window_is_an_error(lines: list[str | None]) -> 
 # The same rows on any ranks.
 
 SOURCES = ["jsonl", "parquet", "compressed", "mixed"]
+ON_SOURCES = pytest.mark.parametrize(  # "mixed" has Parquet files, too
+    "source", [pytest.param(of, marks=pytest.mark.slow) if of == "parquet" else of for of in SOURCES]
+)
 STEPS = 50
 
 
@@ -240,12 +243,12 @@ def plugins_of(source: str) -> dict[str, RemoteDataConfig]:
     return streams(64 if source == "jsonl" else 4)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@ON_SOURCES
 def test_rows_depend_neither_on_ranks_nor_on_prefetching(configs: dict[str, DataConfig], source: str) -> None:
     check_any_ranks(configs[source], STEPS, plugins=plugins_of(source))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@ON_SOURCES
 def test_resume_at_random_steps_on_other_ranks_gives_the_same_rows(configs: dict[str, DataConfig], source: str) -> None:
     check_resumes(configs[source], STEPS, source, plugins=plugins_of(source))
 
