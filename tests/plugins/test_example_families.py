@@ -182,7 +182,8 @@ def run(gloo: GlooPool, text: str, name: str, **options: Any) -> list[Curve]:
     return gloo.run(ranks, train_example_family, config, tiny(name), 7)  # type: ignore[return-value]
 
 
-WITH_QK_NORMS = ("olmo2", "olmo3", "gemma3_text")  # whose gradients are summed over tensor-parallel ranks
+# Gradients of norms of queries and keys are summed over tensor-parallel ranks: olmo3's are those of olmo2.
+WITH_QK_NORMS = ("olmo2", "gemma3_text")
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,7 @@ def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: s
     save_tokenizer(source, "byte-level BPE")
     random_model(name, vocab_size=640).save_pretrained(source)
     start = ["--model.hf_folder", str(source), "--checkpoint.initial_load_path", str(source), "--huggingface.export"]
-    start += ["--huggingface.export_dtype", "float32", "--job.import", "torchtrain_families", "--training.steps", "4"]
+    start += ["--huggingface.export_dtype", "float32", "--job.import", "torchtrain_families", "--training.steps", "2"]
     finish(tmp_path / "one", *start, ranks=1)
     expected, before = weights_in(tmp_path / "one/hf"), weights_in(source)
     assert max((tensor - before[key]).abs().max() for key, tensor in expected.items()) > 0.01

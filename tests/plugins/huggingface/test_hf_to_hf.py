@@ -157,8 +157,7 @@ SOURCES: dict[str, dict[str, Any]] = {
     [
         "bos is eos, not added",
         "bos and eos added",
-        "no bos",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no bos added", "bos added")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no bos", "no bos added", "bos added")),
     ],
 )
 def test_special_tokens_of_an_imported_model_are_those_of_its_files(tmp_path: Path, source: str) -> None:
