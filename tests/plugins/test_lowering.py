@@ -296,6 +296,7 @@ def huge_blocks() -> AbstractContextManager[Any]:
     return stack
 
 
+@pytest.mark.slow
 def test_spill_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
     found = problems(lower_small(workers("h100-80"), huge_blocks, vocab_size=8192), "flash")
     assert found
