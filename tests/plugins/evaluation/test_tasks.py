@@ -80,6 +80,7 @@ def train(folder: Path, tmp_path: Path, ranks: int, *options: str) -> list[dict[
         *("--data.path", str(tmp_path / "text.txt"), "--training.steps", "4", "--training.seq_len", "64"),
         *("--training.local_batch_size", "2", "--training.global_batch_size", "4", "--ema.enable"),
         *("--training.mixed_precision_param", "float32", "--model.shape.n_layers", "2", "--metrics.log_freq", "1"),
+        *("--model.shape.dim", "64", "--model.shape.n_heads", "4", "--model.shape.ffn_dim", "128"),
         *options,
         ranks=ranks,
         environment=OFFLINE,
