@@ -77,11 +77,11 @@ def test_lion_on_two_ranks_trains_as_on_one(layout: str, modules: Path, tmp_path
 
 def test_run_with_lion_that_is_killed_resumes_bitwise(modules: Path, tmp_path: Path) -> None:
     options = ("--job.config_file", str(config_file(tmp_path, 0)))
-    finish(tmp_path / "whole", *options, hook=partial(use_modules_of, modules))
-    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(use_modules_of, modules, slow=True))
+    finish(tmp_path / "whole", *options, hook=partial(use_modules_of, modules), ranks=1)
+    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(use_modules_of, modules, slow=True), ranks=1)
     killed.wait_for(lambda: (tmp_path / "killed" / "checkpoint" / "step-4").exists())
     killed.end()
-    assert "resumed from" in finish(tmp_path / "killed", *options, hook=partial(use_modules_of, modules))
+    assert "resumed from" in finish(tmp_path / "killed", *options, hook=partial(use_modules_of, modules), ranks=1)
     assert different_tensors(saved_tensors(tmp_path / "killed", 8), saved_tensors(tmp_path / "whole", 8)) == []
 
 
@@ -117,7 +117,7 @@ def test_wrong_option_of_lion_is_named() -> None:
 
 def test_inverse_square_root_schedule_follows_its_formula(modules: Path, tmp_path: Path) -> None:
     file = config_file(tmp_path, 1)
-    finish(tmp_path / "run", "--job.config_file", str(file), hook=partial(use_modules_of, modules))
+    finish(tmp_path / "run", "--job.config_file", str(file), hook=partial(use_modules_of, modules), ranks=1)
     peak = tomli.loads(file.read_text())["optimizer"]["lr"]
     expected = [peak * (step / 3 if step <= 3 else math.sqrt(3 / step)) for step in range(1, 9)]
     assert logged(tmp_path / "run", "lr") == pytest.approx(expected, rel=1e-12)

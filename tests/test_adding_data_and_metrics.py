@@ -174,7 +174,7 @@ def test_writer_of_the_page_gets_the_metrics_of_a_run_and_of_its_resumes(tmp_pat
 
     def train(*options: str) -> None:
         given = ("--job.config_file", str(config), *options)
-        finish(tmp_path / "run", *given, hook=partial(use_modules_of, tmp_path))
+        finish(tmp_path / "run", *given, hook=partial(use_modules_of, tmp_path), ranks=1)
 
     for steps in ("6", "8"):
         train("--training.steps", steps)
@@ -186,8 +186,9 @@ def test_writer_of_the_page_gets_the_metrics_of_a_run_and_of_its_resumes(tmp_pat
     assert rows(database, "loss/average") == list(enumerate(kept, 1))
 
     config.write_text(config.read_text().replace("file =", "fil ="))
-    wrong = ForkedRun(tmp_path / "wrong", "--job.config_file", str(config), hook=partial(use_modules_of, tmp_path))
-    assert wrong.wait() == [2, 2]
+    hook = partial(use_modules_of, tmp_path)
+    wrong = ForkedRun(tmp_path / "wrong", "--job.config_file", str(config), hook=hook, ranks=1)
+    assert wrong.wait() == [2]
     assert "metrics.options.sqlite.fil is not a known key; did you mean" in wrong.output()
 
 

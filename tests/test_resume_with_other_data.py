@@ -110,11 +110,11 @@ def test_source_of_weight_zero_is_never_chosen() -> None:
 
 
 def test_run_continues_with_another_batch_length_and_rope_base_if_allowed(tmp_path: Path) -> None:
-    finish(tmp_path, "--training.steps", "4")
+    finish(tmp_path, "--training.steps", "4", ranks=1)
     options = ["--training.steps", "6", "--training.global_batch_size", "8", "--training.seq_len", "64"]
     options += ["--model.shape.rope_theta", "20000"]
     allowed = ["training.global_batch_size", "training.seq_len", "model.shape.rope_theta"]
-    output = finish(tmp_path, *options, "--checkpoint.allow_changes", *allowed)
+    output = finish(tmp_path, *options, "--checkpoint.allow_changes", *allowed, ranks=1)
     assert "model.shape.rope_theta = 20000.0" in output
     assert list(logged_losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
     # The run of one start, from the checkpoint that the larger batch has saved.

@@ -97,8 +97,8 @@ def test_run_in_tokens_is_the_run_in_steps(tmp_path: Path) -> None:
     # 128 tokens a step
     in_steps = "--training.steps", "5", "--lr_scheduler.warmup_steps", "3", "--checkpoint.interval", "4"
     in_tokens = "--training.tokens", "600", "--lr_scheduler.warmup_tokens", "384", "--checkpoint.interval_tokens", "512"
-    finish(tmp_path / "steps", *in_steps)
-    output = finish(tmp_path / "tokens", *in_tokens)
+    finish(tmp_path / "steps", *in_steps, ranks=1)
+    output = finish(tmp_path / "tokens", *in_tokens, ranks=1)
     assert logged_losses(tmp_path / "tokens") == logged_losses(tmp_path / "steps")
     assert sorted(file.name for file in (tmp_path / "tokens/checkpoint").glob("step-*")) == ["step-4", "step-5"]
     assert [line["tokens"] for line in read_metrics(tmp_path / "tokens") if "loss" in line] == [128, 256, 384, 512, 640]

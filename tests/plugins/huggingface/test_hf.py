@@ -617,14 +617,14 @@ def test_run_starts_from_hf_weights_and_exports_them(tmp_path: Path, monkeypatch
     # With a learning rate of 0, the weights stay as they were loaded.
     start = ("--training.steps", "1", "--optimizer.lr", "0", "--checkpoint.initial_load_path", str(first / "hf"))
     start += ("--lr_scheduler.warmup_steps", "1")  # longer ones would be cut to the number of steps
-    assert f"starts from the weights in {first / 'hf'}" in finish(second, *start, *at_end)
+    assert f"starts from the weights in {first / 'hf'}" in finish(second, *start, *at_end, ranks=1)
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
     shutil.rmtree(second / "hf")  # as if the run had been killed before the export
-    finish(second, *start, *at_end)
+    finish(second, *start, *at_end, ranks=1)
     for key, tensor in AutoModelForCausalLM.from_pretrained(second / "hf").state_dict().items():
         assert torch.equal(tensor, exported[key]), key
-    resumed = finish(second, "--training.steps", "2", *start[2:])
+    resumed = finish(second, "--training.steps", "2", *start[2:], ranks=1)
     assert "is not used: the run resumes from its own step 1" in resumed
 
 

@@ -87,15 +87,15 @@ def test_config_and_tokenizer_by_url_train_as_local_ones(s3_server: S3Server, bu
 
     # On a new disk, and beside the old copies on the same one.
     again = partial(use, s3_server.environment, tmp_path / "other cache", fetched)
-    output = finish(run, "--training.steps", "4", "--job.config_file", url, hook=again)
+    output = finish(run, "--training.steps", "4", "--job.config_file", url, hook=again, ranks=1)
     assert "resumed from" in output
     assert len(fetched.read_text().split()) == 4
-    finish(run, "--training.steps", "6", "--job.config_file", url, hook=hook)
+    finish(run, "--training.steps", "6", "--job.config_file", url, hook=hook, ranks=1)
     assert len(fetched.read_text().split()) == 4
 
 
 def test_hugging_face_folder_by_url_trains_as_a_local_one(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
-    finish(tmp_path / "first", *STEPS)
+    finish(tmp_path / "first", *STEPS, ranks=1)
     command = partial(
         checked_command, environment=s3_server.environment, hook=partial(use_tiny, tmp_path / "cache of commands")
     )

@@ -16,7 +16,7 @@ def test_sources_of_one_name_and_of_weight_zero_are_validated(tmp_path: Path) ->
         f"{CONFIG.replace('steps = 8', '')}\n[data]\nsources = [{', '.join(tables)}]\n"
         '[[stages]]\nname = "first"\nsteps = 1\n[[stages]]\nname = "second"\nsteps = 1\n'
     )
-    finish(tmp_path, "--job.config_file", str(tmp_path / "own.toml"))
+    finish(tmp_path, "--job.config_file", str(tmp_path / "own.toml"), ranks=1)
     lines = [line for line in read_metrics(tmp_path) if "validation_loss" in line]
     assert lines
     assert {f"validation_loss_train_{number}" for number in (1, 2, 3)} <= lines[-1].keys()
