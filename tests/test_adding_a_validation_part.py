@@ -21,8 +21,8 @@ def use_modules_of(folder: Path) -> Any:
 def accuracies(folder: Path, module: Path, ranks: int, *options: str) -> list[float]:
     text = module / "text.txt"
     text.write_text("aaaa bbbb aaaa bbbb cccc " * 40)
-    training = ["--training.steps=8", "--checkpoint.no-enable", "--training.global_batch_size=4"]
-    validation = ["--validation.enable", f"--validation.path={text}", "--validation.interval=4"]
+    training = ["--training.steps=6", "--checkpoint.no-enable", "--training.global_batch_size=4"]
+    validation = ["--validation.enable", f"--validation.path={text}", "--validation.interval=3"]
     options = (
         *training,
         *validation,

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from data_samples import write_tokens
 from disk_faults import DiskFaults
 from forked_command import checked_command, run_command
+from forked_run import CONFIG as RUN_CONFIG
 from forked_run import TINY, ForkedRun, different_tensors, finish, saved_tensors
 from gloo_pool import GlooPool
 from json_tokenizers import save_tokenizer
@@ -618,8 +619,9 @@ def test_files_that_differ_from_those_of_a_checkpoint_are_named(tmp_path: Path) 
             (tmp_path / source / f"{name}.txt").write_text(f"{source} {name} " * 300)
     config = tmp_path / "config.toml"
 
-    config.write_text("".join(f"[[data.sources]]\npath = '{tmp_path / source}'\n" for source in ("web", "books")))
-    options = ["--job.config_file", str(config), "--lr_scheduler.total_steps", "9", "--training.steps"]
+    sources = "".join(f"[[data.sources]]\npath = '{tmp_path / source}'\n" for source in ("web", "books"))
+    config.write_text(RUN_CONFIG + sources)
+    options = ["--job.config_file", str(config), "--training.steps"]
     finish(tmp_path / "run", *options, "2", ranks=1)
     books = tmp_path / "books"
     (books / "a.txt").unlink()
