@@ -79,7 +79,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory, forkserver: Server) ->
     options = [
         *("--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(folder)),
         *("--training.steps", "8", "--training.seq_len", "64", "--training.local_batch_size", "4"),
-        *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1"),
+        *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--model.shape.n_layers", "2"),
     ]
     with FileLock(f"{folder}.lock"):
         if not (folder / "done").exists():

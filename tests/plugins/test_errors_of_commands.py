@@ -134,6 +134,7 @@ def test_checkpoint_with_an_option_value_that_is_no_longer_valid_is_loaded(train
     assert convert.main([str(step), str(tmp_path / "out")]) == 0
     options = ["--training.steps", "1", "--training.seq_len", "64", "--training.local_batch_size", "1"]
     options += ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "run")]
+    options += ["--model.shape.n_layers", "2"]
     loaded = run_command("torchtrain.train", *options, "--checkpoint.initial_load_path", str(step))
     assert loaded.returncode == 0, loaded.stderr
 
