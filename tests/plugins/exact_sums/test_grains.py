@@ -295,15 +295,16 @@ def options_of_run(folder: Path, config: str) -> tuple[str, ...]:
     return ("--job.config_file", str(folder / "own.toml"), "--data.path", data, *OPTIONS_OF_PARTS)
 
 
-def test_stages_and_rollbacks_are_bitwise_identical(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", [ON_FOUR[1:], pytest.param(ON_FOUR, marks=pytest.mark.slow)], ids=["C2", "C2 T2"])
+def test_stages_and_rollbacks_are_bitwise_identical(tmp_path: Path, layout: tuple[str, ...]) -> None:
     config = forked_run.CONFIG.replace("steps = 8\n", "") + STAGES
-    for name, ranks, degrees in (("one", 1, ()), ("four", 4, ON_FOUR)):
+    for name, ranks, degrees in (("one", 1, ()), ("more", 2 ** len(layout), layout)):
         options = (*options_of_run(tmp_path / name, config), "--faults.on_nonfinite=rollback", *degrees)
         finish(tmp_path / name, *options, ranks=ranks, hook=nan_in_call_40)
         events = [line["step"] for line in read_metrics(tmp_path / name) if line.get("event") == "rolled_back"]
         assert events == [4]
-    assert logged_losses(tmp_path / "four") == logged_losses(tmp_path / "one")
-    assert different_tensors(*(saved_tensors(tmp_path / name, 6) for name in ("one", "four"))) == []
+    assert logged_losses(tmp_path / "more") == logged_losses(tmp_path / "one")
+    assert different_tensors(*(saved_tensors(tmp_path / name, 6) for name in ("one", "more"))) == []
 
 
 @pytest.mark.slow
