@@ -20,6 +20,7 @@ import torch.distributed as dist
 import validate_estimate
 from gloo_pool import GlooPool
 from parity import TINY, build, config_of
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.profiler import ProfilerActivity, profile
 
 from torchtrain import estimate as command
@@ -42,11 +43,13 @@ from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fract
 from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation, collective, moved_bytes, work_of
 from torchtrain.plugins.planner.options import EstimateConfig
-from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
+from torchtrain.plugins.planner.recorder import CATEGORIES, Action, StepRecorder
 from torchtrain.plugins.planner.representative_ranks import (
     derive_step,
+    gradient_states,
     representative_microbatches,
     representative_pipeline_ranks,
+    represented_microbatch,
 )
 from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate, simulate_steps
@@ -477,7 +480,7 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
     assert [rank["rank"] for rank in few.ranks] == [0, 2 * representative, 6]
     simulated, other = (full.records[i].recorder.steps[-1] for i in (representative, represented))
     actions = full.records[representative].pipeline_actions[represented]
-    derived = derive_step(simulated, representative, represented, actions, (0, 2, 4, 6))
+    derived = derive_step(simulated, representative, represented, actions, (0, 2, 4, 6), schedule)
     assert [o.name for o in simulated.operations] != [o.name for o in other.operations]  # in another order
     assert without_module(derived.operations) == without_module(other.operations)
     assert derived.microbatches == other.microbatches
@@ -493,8 +496,13 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
     [
         ("1F1B", 2, "unsharded"),
         *(
-            pytest.param("Interleaved1F1B", *case, marks=pytest.mark.slow)
-            for case in ((8, "sharded"), (4, "unsharded"))
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("Interleaved1F1B", 8, "sharded"),
+                ("Interleaved1F1B", 4, "unsharded"),
+                ("InterleavedZeroBubble", 8, "sharded"),
+                ("ZBVZeroBubble", 4, "sharded"),
+            )
         ),
     ],
 )
@@ -521,6 +529,57 @@ def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetit
         for key in one.keys() - {"peak_at", "peak_reserved_gib"}:
             assert -1e-12 <= other[key] - one[key] <= left_out + 1e-12, key
         assert one["peak_reserved_gib"] == pytest.approx(other["peak_reserved_gib"], rel=0.02)
+
+
+class StageOfOneRank:
+    """What a schedule reads of a stage while it makes its table of actions."""
+
+    is_first, has_backward, group, group_rank, device = True, True, None, 0, torch.device("cpu")
+    is_last, submod = True, torch.nn.Identity()
+
+    def __init__(self, index: int, ranks: int, stages: int, v_shaped: bool) -> None:
+        self.stage_index, self.group_size, self.num_stages = index, ranks, stages
+        self.stage_index_to_group_rank = {i: min(i, stages - 1 - i) if v_shaped else i % ranks for i in range(stages)}
+
+
+def actions_of(schedule: str, ranks: int, count: int) -> dict[int, list[Action]]:
+    """The computations of each rank with two stages, in the order of torch's schedule."""
+    v_shaped, stages = schedule == "ZBVZeroBubble", 2 * ranks
+    own = (0, stages - 1) if v_shaped else (0, ranks)
+    table: Any = get_schedule_class(schedule)(
+        [StageOfOneRank(i, ranks, stages, v_shaped) for i in own],  # type: ignore[arg-type]
+        n_microbatches=count,
+        loss_fn=lambda *_: None,
+    )
+    return {
+        rank: [Action(a.computation_type.name, a.stage_index // ranks, a.microbatch_index) for a in actions if a]
+        for rank, actions in table.pipeline_order.items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
+def test_a_microbatch_and_the_one_that_represents_it_have_the_same_actions_around_them(
+    schedule: str, ranks: int
+) -> None:
+    """Then FSDP does the same in both: gathers parameters, reduces gradients, adds them to others."""
+    count = representative_microbatches(20 * ranks, ranks, schedule)
+    assert count < 5 * ranks
+    few, many = (actions_of(schedule, ranks, n) for n in (count, count + 3 * ranks))
+
+    def surroundings(actions: list[Action], i: int) -> list[tuple[str, int]]:
+        return [(a.name, a.stage) for a in (*actions[max(0, i - 1) : i], *actions[i + 1 : i + 2])]
+
+    for rank, actions in many.items():
+        states, simulated_states = gradient_states(actions), gradient_states(few[rank])
+        represented = set()
+        for i, action in enumerate(actions):
+            microbatch = represented_microbatch(action, count + 3 * ranks, count, schedule, ranks)
+            template = action._replace(microbatch=microbatch)
+            represented.add(template)
+            assert surroundings(few[rank], few[rank].index(template)) == surroundings(actions, i), (rank, action)
+            assert states.get(action) == simulated_states.get(template), (rank, action)
+        assert represented == set(few[rank])
 
 
 @pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.slow), "Interleaved1F1B"])

@@ -4,8 +4,8 @@ Middle ranks whose stages have the same numbers of layers run the same operation
 needs the most memory is simulated: the first of them, which has the most microbatches in flight, or with a split
 backward the last, whose backwards of weights come the latest.
 
-Without a split backward, a schedule repeats the same actions once the pipeline is full. Of many microbatches those are
-simulated that fill the pipeline, those of one repetition, and those that empty it.
+A schedule repeats the same actions once the pipeline is full. Of many microbatches those are simulated that fill the
+pipeline, those of one repetition, and those that empty it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,29 +50,45 @@ def repetition(schedule: str, ranks: int) -> int:
 
     With several stages a rank, the parameters that are gathered for an action depend on the actions around it.
     """
-    return {"1F1B": 1, "Interleaved1F1B": ranks}.get(schedule, 0)
+    return {"1F1B": 1, "ZBVZeroBubble": 1, "Interleaved1F1B": ranks, "InterleavedZeroBubble": ranks}.get(schedule, 0)
 
 
 def representative_microbatches(count: int, ranks: int, schedule: str) -> int:
     """Return how many of the ``count`` microbatches in one run of ``schedule`` are simulated."""
     period = repetition(schedule, ranks)
-    return min(count, max(ranks, period) + 3 * period) if period and count % period == 0 else count
+    if not period or count % period:
+        return count
+    # ZBV begins with 2 ranks - 1 forwards of the first stage, before the first backward of it ends.
+    few = 2 * ranks + 2 if schedule == "ZBVZeroBubble" else max(ranks, period) + 3 * period
+    return min(count, few)
 
 
-def represented_microbatch(action: Action, count: int, simulated: int, period: int) -> int:
+def first_of_repetition(name: str, schedule: str, ranks: int) -> int:
+    """Return the first simulated microbatch whose computation ``name`` represents others; those before it do not.
+
+    As many microbatches follow as are in a ``repetition``; those after it represent the last ones.
+    """
+    if schedule == "ZBVZeroBubble":
+        return {"FORWARD": 2 * ranks - 1, "BACKWARD_WEIGHT": ranks - 1}.get(name, 2)
+    # Without a split backward, the forwards of each repetition run beside the backwards of the one before.
+    return (1 if name == "FULL_BACKWARD" else 2) * repetition(schedule, ranks)
+
+
+def represented_microbatch(action: Action, count: int, simulated: int, schedule: str, ranks: int) -> int:
     """Return which of ``simulated`` microbatches represents that of ``action``, of ``count`` microbatches.
 
-    The first and the last microbatches represent themselves. Of each ``repetition`` between them, the forwards run
-    beside the backwards of the one before.
+    The first and the last microbatches represent themselves.
     """
-    is_forward = action.name == "FORWARD"
-    first, last = (2 * period, period) if is_forward else (period, 2 * period)
     microbatch = action.microbatch
-    if count == simulated or microbatch < first:
+    if count == simulated:
+        return microbatch
+    period, first = repetition(schedule, ranks), first_of_repetition(action.name, schedule, ranks)
+    last = simulated - first - period
+    if microbatch < first:
         return microbatch
     if microbatch >= count - last:
         return microbatch - count + simulated
-    return first + microbatch % period
+    return first + (microbatch - first) % period
 
 
 def pipeline_actions(pipeline: Pipeline, count: int) -> Mapping[int, Sequence[Action]]:
@@ -111,7 +127,7 @@ def actions_1f1b(rank: int, ranks: int, count: int) -> list[Action]:
 
 
 def derive_step(
-    step: StepRecord, simulated: int, derived: int, actions: Sequence[Action], ranks: Sequence[int], period: int = 0
+    step: StepRecord, simulated: int, derived: int, actions: Sequence[Action], ranks: Sequence[int], schedule: str
 ) -> StepRecord:
     """Derive the operations of one pipeline rank from a simulated step of another or the same, of as few microbatches.
 
@@ -120,7 +136,7 @@ def derive_step(
         derived: the pipeline rank to derive.
         actions: actions of ``derived`` in one run of the schedule, with all microbatches.
         ranks: global rank of each pipeline rank.
-        period: ``repetition`` of the schedule, if the step has fewer microbatches than ``actions``.
+        schedule: name of the schedule.
     """
     count = 1 + max(action.microbatch for action in actions)
     few = 1 + max(action.microbatch for action in step.chunks.values())
@@ -130,7 +146,18 @@ def derive_step(
     for start, stop in pairwise([*step.microbatches, len(operations)]):
         record.microbatches.append(len(record.operations))
         before, computations, messages, after = split_by_action(operations, step.chunks, range(start, stop))
-        states, simulated_states = gradient_states(actions), gradient_states(computations)
+        templates = {
+            action: action._replace(microbatch=represented_microbatch(action, count, few, schedule, len(ranks)))
+            for action in actions
+            if not action.peer
+        }
+        # A backward of inputs of the first stage has no operations, unless it waits for a message by itself.
+        templates = {
+            action: template
+            for action, template in templates.items()
+            if template in computations or template.name != "BACKWARD_INPUT"
+        }
+        states, simulated_states = gradient_states(templates), gradient_states(computations)
         received: dict[tuple[str, int, int], int] = {}  # index of each message by direction, stage and microbatch
         record.operations += before
         for action in actions:
@@ -143,7 +170,9 @@ def derive_step(
                     received[key] = record.received[peer]
                     record.received[peer] += 1
                 continue
-            template = action._replace(microbatch=represented_microbatch(action, count, few, period))
+            if action not in templates:
+                continue
+            template = templates[action]
             if action in states:
                 template = with_gradient_state(template, states[action], simulated_states)
             for operation in computations[template]:

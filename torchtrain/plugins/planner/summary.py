@@ -19,7 +19,6 @@ from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecord
 from torchtrain.plugins.planner.representative_ranks import (
     derive_step,
-    repetition,
     representative_microbatches,
     representative_pipeline_ranks,
 )
@@ -354,8 +353,8 @@ def estimate(config: JobConfig, model_config: DecoderConfig, gpu: Gpu) -> Estima
             step = record.recorder.steps[-1]
             if pipeline_rank != representative or run_config.parallelism != parallelism:
                 actions = record.pipeline_actions[pipeline_rank]
-                period = repetition(parallelism.pipeline_parallel_schedule, degrees.pipeline)
-                step = derive_step(step, representative, pipeline_rank, actions, ranks, period)
+                schedule = parallelism.pipeline_parallel_schedule
+                step = derive_step(step, representative, pipeline_rank, actions, ranks, schedule)
             steps[ranks[pipeline_rank]] = step
         return step_costs(simulated, steps, cost_model, microbatches)
 
