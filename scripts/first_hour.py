@@ -1,126 +1,41 @@
-"""Run what one GPU can prove in less than twenty minutes, and write the results of each part when it ends.
+"""Run what one GPU can prove, and write the results of each part when it ends.
 
-``scripts/first_hour.sh`` installs the missing packages and runs this script. What matters most comes first: the rates
-of kernels, then training steps beside the planner's prediction, then the tests. The results are in the folder of the
-environment variable OUT: a file for each part, and ``summary.md``, which is written again after each part, so that a
-run that is cut short is a result, too. No file is larger than 16 MiB. ``calibration.json`` has what the
-planner can be calibrated from. Each part has a time limit. ``--dry-run`` runs the same parts with small models on a
-CPU.
+``scripts/first_hour.sh`` installs the missing packages and runs this script. What matters most comes first. The results
+are in the folder of the environment variable OUT: a file for each part, and ``summary.md``, which is written again
+after each part, so that a run that is cut short is a result, too: a second start runs the parts that have not passed.
+No file is larger than 16 MiB. ``calibration.json`` has what the planner can be calibrated from. Each part has a time
+limit. ``--dry-run`` runs the same parts with small models on a CPU.
 """
 
-import argparse
 import importlib.util
 import json
 import os
 import re
-import shlex
-import signal
-import subprocess
+import statistics
 import sys
 import tarfile
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PYTHON = os.environ.get("PYTHON") or sys.executable
-MAX_BYTES = 16 << 20  # of a file of results
-STEPS = 15
-GRACE_SECONDS = 10  # for a command to end after the time limit
-# The data and the tokenizer of the repository. Options that a config on clusters sets are set back.
-LOCAL_DATA = [
-    *("--data.name=", "--data.subset=", "--model.tokenizer_path=", "--lr_scheduler.warmup_steps=2"),
-    *("--checkpoint.no-enable", "--metrics.no-enable_tensorboard", "--report.no-enable"),
+from gpu_parts import (
+    LOCAL_DATA,
+    PYTHON,
+    ROOT,
+    STEPS,
+    TINY,
+    Part,
+    beside_the_planner,
+    describe,
+    lines_of,
+    module,
+    run_parts,
+    step_of,
+    train,
+)
+
+TINY_EXPERTS = [
+    *("--model.shape.dim=32", "--model.shape.n_layers=2", "--model.shape.ffn_dim=32", "--training.seq_len=64"),
+    *("--training.local_batch_size=2", "--job.device=cpu"),
 ]
-TINY = [
-    *("--model.shape.dim=64", "--model.shape.n_layers=2", "--model.shape.n_heads=4", "--model.shape.n_kv_heads=2"),
-    *("--model.shape.ffn_dim=128", "--training.seq_len=64", "--training.local_batch_size=1", "--job.device=cpu"),
-]
-
-
-@dataclass
-class Part:
-    """Commands that run one after the other, until the time is over."""
-
-    name: str
-    limit_seconds: int
-    commands: list[list[str]]
-    independent: bool = False
-    """Whether later commands run also if one fails."""
-    keep: Callable[[Path], None] = lambda _: None
-    """Copies files of the part to the folder of the results."""
-    figures: Callable[[str], str] = lambda _: ""
-    """The cell of the summary, from the output of the part."""
-    result: str = field(default="not run", init=False)
-    seconds: float = field(default=0.0, init=False)
-    cell: str = field(default="", init=False)
-
-    def run(self, out: Path) -> None:
-        """Run the commands; their output is in ``out``."""
-        log, start = out / f"{self.name}.txt", time.monotonic()
-        self.result = "pass"
-        with log.open("w", encoding="utf-8") as file:
-            for command in self.commands:
-                print(f"$ {' '.join(command)}", file=file, flush=True)
-                rest = self.limit_seconds - (time.monotonic() - start)
-                result = execute(command, file, rest)
-                if result != "pass":
-                    print(f"{result}: {' '.join(command)}", file=file)
-                    self.result = result if self.result == "pass" else self.result
-                    if not self.independent or rest <= 0:
-                        break
-        self.seconds = time.monotonic() - start
-        output = log.read_text(encoding="utf-8", errors="replace")
-        try:
-            self.keep(out)
-            self.cell = self.figures(output)
-        except Exception as error:  # the results of a part that failed may be of any form
-            self.cell = f"no figures: {error!r}"
-        for file_path in out.iterdir():
-            if file_path.stat().st_size > MAX_BYTES:
-                shorten(file_path)
-
-
-def execute(command: list[str], output: Any, seconds: float) -> str:
-    """Run a command, with all processes that it starts; returns "pass", or why it failed."""
-    try:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    except OSError as error:
-        return f"FAIL ({error})"
-    try:
-        code = process.wait(max(1.0, seconds))
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # pytest then prints the failures so far
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        return "FAIL (time limit)"
-    return "pass" if code == 0 else f"FAIL (exit code {code})"
-
-
-def shorten(path: Path) -> None:
-    """Keep the end of a text file that is too large; remove another file."""
-    if path.suffix == ".txt":
-        path.write_bytes(path.read_bytes()[-MAX_BYTES:])
-    else:
-        path.unlink()
-
-
-def summary(parts: list[Part], dry_run: bool) -> str:
-    lines = ["# First hour on a GPU" if not dry_run else "# Dry run on a CPU", ""]
-    lines += ["| part | result | seconds | figures |", "| --- | --- | ---: | --- |"]
-    lines += [f"| {part.name} | {part.result} | {part.seconds:.0f} | {part.cell} |" for part in parts]
-    return "\n".join(lines) + "\n"
-
-
-def module(name: str, *options: str) -> list[str]:
-    return [PYTHON, "-m", name, *options]
 
 
 def machine(dry_run: bool, calibration: Path) -> Part:
@@ -146,25 +61,29 @@ def machine(dry_run: bool, calibration: Path) -> Part:
 
 
 def steps(dry_run: bool, work: Path, calibration: Path) -> Part:
-    """Four layers of 8B at 8,192 tokens: eager, compiled, float8, each beside the estimate; a profile of the second."""
+    """Four layers of 8B at 8,192 tokens: compiled, eager, float8, each beside the estimate; a profile of the first.
+
+    The memory that is reserved shows whether gradients are free by the time that they are needed again.
+    """
     model = ["--job.config_file=train_configs/llama3_8b.toml", *([] if dry_run else ["--model.shape.n_layers=4"])]
     profile = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=10"]
-    variants = {"eager": [*model, "--compile.no-enable"], "compiled": model}
+    variants = {"compiled": model, "eager": [*model, "--compile.no-enable"]}
     if not dry_run:  # a CPU has no products in float8
-        variants["float8"] = [*model, "--float8.recipe=tensorwise"]
+        recipes = {"float8": "tensorwise", "float8-rowwise": "rowwise"}
+        variants |= {name: [*model, f"--float8.recipe={recipe}"] for name, recipe in recipes.items()}
 
     def keep(results: Path) -> None:
         with tarfile.open(results / "compiled-profile.tar", "w") as archive:
             for path in sorted((work / "compiled").glob("traces/*/*")):
                 archive.add(path, path.name)
 
-    part = beside_the_planner("steps", 220, variants, dry_run, work, calibration, {"compiled": profile})
+    part = beside_the_planner("steps", 260, variants, dry_run, work, calibration, {"compiled": profile})
     part.keep = keep
     return part
 
 
 def models(dry_run: bool, work: Path, calibration: Path) -> Part:
-    """Whole models, recomputation of activations, Muon and document masks, each beside the estimate."""
+    """Whole models, recomputation of activations and Muon, each beside the estimate."""
     part_of_8b = ["--job.config_file=train_configs/llama3_8b.toml", *([] if dry_run else ["--model.shape.n_layers=4"])]
     of_1b = ["--job.config_file=train_configs/llama3_1b.toml", "--training.local_batch_size=1"]
     of_3b = ["--job.config_file=train_configs/llama3_3b.toml", "--training.local_batch_size=1"]
@@ -175,71 +94,88 @@ def models(dry_run: bool, work: Path, calibration: Path) -> Part:
             "3B-full": [*of_3b, "--activation_checkpoint.mode=full"],
             "1B-two-microbatches": [*of_1b, "--training.global_batch_size=2"],
             "1B-muon": [*of_1b, "--optimizer.name=muon"],
-            "1B-document-mask": [*of_1b, "--data.document_mask"],
         }
     return beside_the_planner("models", 300, variants, dry_run, work, calibration)
 
 
-def beside_the_planner(
-    name: str,
-    limit_seconds: int,
-    variants: dict[str, list[str]],
-    dry_run: bool,
-    work: Path,
-    calibration: Path,
-    traced: dict[str, list[str]] | None = None,
-) -> Part:
-    """A part that trains with the options of each variant, and estimates the speed and memory of the same options.
+def documents(dry_run: bool, work: Path, calibration: Path) -> Part:
+    """Document masks on sequences of 8,192 tokens; how long the compilation of the first step takes, and of what.
 
-    ``traced``: options of training alone. The rows are added to ``calibration``, under the part's name.
+    The run without masks is the reference: attention within documents computes no more than that of whole sequences.
     """
-    common = [*LOCAL_DATA, "--training.global_batch_size=1", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
-    tiny = [*TINY, "--compile.no-enable"] if dry_run else ["--model.vocab_size=128256"]
-    variants = {key: [options[0], *common, *tiny, *options[1:]] for key, options in variants.items()}
-    commands, estimates = [], []
-    for key, options in variants.items():
-        outputs = f"--job.dump_folder={work / key}"
-        commands.append(module("torchtrain.train", *options, *(traced or {}).get(key, []), outputs))
-        planned = module("torchtrain.estimate", *options, "--estimate.world_size=1", "--estimate.json")
-        estimates.append(f"{shlex.join(planned)} > {work / key}.json")
-    # First, so that no time limit cuts them off; at the same time, because they need no GPU.
-    commands.insert(0, ["sh", "-c", " & ".join([*estimates, "wait"])])
+    of_1b = ["--job.config_file=train_configs/llama3_1b.toml", "--training.local_batch_size=1"]
+    variants = {"whole-sequences": of_1b, "masked": [*of_1b, "--data.document_mask"]}
+    if not dry_run:
+        variants["masked-eager"] = [*variants["masked"], "--compile.no-enable"]
+    part = beside_the_planner("documents", 200, variants, dry_run, work, calibration)
+    # Without this, a first step that does not end within the time limit leaves no trace of what it did.
+    log = "TORCH_LOGS=recompiles,graph_breaks,autotuning,benchmarking"
+    part.commands = [["env", log, *words] if "--data.document_mask" in words else words for words in part.commands]
+    speeds = part.figures
+
+    def figures(output: str) -> str:
+        first = {name: next(iter(lines_of(work / name)), {}).get("step_seconds") for name in variants}
+        seconds = ", ".join(f"{name} {value:.1f} s" for name, value in first.items() if value is not None)
+        return f"{speeds(output)}; first step: {seconds or 'none'}"
+
+    part.figures = figures
+    return part
+
+
+def grains(dry_run: bool, work: Path) -> Part:
+    """Exact sums, and grains: the same bits from run to run, and what they cost beside fast sums."""
+    model = ["--job.config_file=train_configs/llama3_1b.toml", *LOCAL_DATA]
+    model += [
+        "--training.steps=8",
+        "--metrics.log_freq=1",
+        "--training.seq_len=2048",
+        "--training.local_batch_size=2",
+        "--training.global_batch_size=4",
+    ]
+    model += ["--compile.no-enable", "--training.deterministic"]
+    model += TINY if dry_run else ["--model.vocab_size=128256"]
+    exact = [*model, "--training.sums=exact"]
+    variants = {"fast": model, "exact": exact}
+    for count in (1, 2) if dry_run else (1, 2, 4):
+        variants[f"grains-{count}"] = [*exact, f"--grains.tensor={count}", f"--grains.context={count}"]
+    variants["again"] = variants["grains-2"]
+    commands = [train(1, *options, f"--job.dump_folder={work / name}") for name, options in variants.items()]
+
+    def seconds(name: str) -> float:
+        return statistics.median(line["step_seconds"] for line in lines_of(work / name)[2:])
 
     def figures(_: str) -> str:
-        rows = [{"name": key, "options": options, **step_of(work / key)} for key, options in variants.items()]
-        known = json.loads(calibration.read_text(encoding="utf-8")) if calibration.is_file() else {}
-        calibration.write_text(json.dumps(known | {name: rows}), encoding="utf-8")
-        return "; ".join(f"{row['name']}: {row['error'] if 'error' in row else describe(row)}" for row in rows)
+        fast = seconds("fast")
+        costs = [f"{name} {seconds(name) / fast:.2f}" for name in variants if name not in ("fast", "again")]
+        one, other = ([(line["loss"], line["grad_norm"]) for line in lines_of(work / n)] for n in ("grains-2", "again"))
+        bits = "the same bits" if one == other else "OTHER BITS"
+        return f"step of {fast:.3f} s, times {', '.join(costs)}; {bits} in {len(one)} steps of a second run"
 
-    return Part(name, limit_seconds, commands, independent=True, figures=figures)
-
-
-def step_of(folder: Path) -> dict[str, Any]:
-    """What a run measured in its last interval, and what was planned for it."""
-    try:
-        text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
-        lines = [line for line in map(json.loads, text.splitlines()) if "tokens_per_second" in line]
-        last = lines[-1]
-    except (OSError, IndexError):
-        return {"error": "no step"}
-    row = {name: last.get(name) for name in ("tokens_per_second", "step_seconds", "mfu", "loss", "data_wait_fraction")}
-    for memory in ("memory_gib", "memory_reserved_gib"):
-        row[memory] = max(line.get(memory, 0.0) for line in lines)  # a CPU has nothing reserved
-    planned = folder.with_suffix(".json")
-    if planned.is_file() and planned.stat().st_size:
-        row["planned"] = json.loads(planned.read_text(encoding="utf-8"))
-    return row
+    return Part("grains", 150, commands, independent=True, figures=figures)
 
 
-def describe(row: dict[str, Any]) -> str:
-    mfu = f", MFU {row['mfu']:.1%}" if row["mfu"] else ""
-    text = f"{row['tokens_per_second']:,.0f} tokens/s{mfu}, {row['memory_gib']:.2f} GiB"
-    text += f", {row['memory_reserved_gib']:.2f} reserved" if row["memory_reserved_gib"] else ""
-    if "planned" in row:
-        seconds, rank = row["planned"]["step_seconds"], row["planned"]["ranks"][0]
-        tokens = row["tokens_per_second"] * row["step_seconds"] / seconds
-        text += f" (planned {tokens:,.0f}, {rank['peak_active_gib']:.2f}, {rank['peak_reserved_gib']:.2f})"
-    return text
+def experts(dry_run: bool, work: Path) -> Part:
+    """A mixture of experts: on the GPU beside a CPU in float32, and the speed of OLMoE's layers with 64 experts."""
+    packages = f"PYTHONPATH=scripts/moe:scripts/families:{os.environ.get('PYTHONPATH', '')}"
+    debug = ["--job.config_file=scripts/moe/debug_moe.toml", "--job.import=torchtrain_moe", "--training.steps=5"]
+    debug += ["--training.mixed_precision_param=float32", "--metrics.log_freq=1", *LOCAL_DATA]
+    debug += ["--validation.no-enable", *(TINY_EXPERTS if dry_run else [])]
+    runs = {"experts": debug, "experts_cpu": [*debug, "--job.device=cpu"]}
+    if not dry_run:
+        large = ["--job.import=torchtrain_moe", "--model.name=olmoe", "--model.flavor=1B-7B", *LOCAL_DATA]
+        large += ["--model.shape.n_layers=4", "--model.vocab_size=50304", "--training.seq_len=4096"]
+        large += ["--training.local_batch_size=2", f"--training.steps={STEPS}", "--metrics.log_freq=5"]
+        runs |= {"OLMoE-4-layers": large, "OLMoE-4-layers-compiled": [*large, "--compile.enable"]}
+    commands = [["env", packages, *train(1, *o, f"--job.dump_folder={work / name}")] for name, o in runs.items()]
+    compare = module("torchtrain.compare", str(work / "experts"), str(work / "experts_cpu"), "--import=torchtrain_moe")
+    commands.insert(2, ["env", packages, *compare])
+
+    def figures(output: str) -> str:
+        losses = [line.strip() for line in output.splitlines() if line.startswith("  loss:")]
+        speeds = {name: step_of(work / name) for name in list(runs)[2:]}
+        return "; ".join([*losses, *(f"{n}: {row.get('error') or describe(row)}" for n, row in speeds.items())])
+
+    return Part("experts", 120, commands, independent=True, figures=figures)
 
 
 def tests(dry_run: bool) -> Part:
@@ -299,27 +235,26 @@ def benchmark(dry_run: bool, work: Path) -> Part:
     return Part("benchmark", 100, [command], figures=figures)
 
 
+def parts(dry_run: bool, work: Path, out: Path) -> list[Part]:
+    """All parts; the first 15 minutes have those of which least is known."""
+    calibration = out / "calibration.json"
+    return [
+        machine(dry_run, calibration),
+        steps(dry_run, work, calibration),
+        documents(dry_run, work, calibration),
+        benchmark(dry_run, work),
+        experts(dry_run, work),
+        grains(dry_run, work),
+        tests(dry_run),
+        configs(dry_run, work),
+        models(dry_run, work, calibration),
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the parts; returns 0 if all pass."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dry-run", action="store_true", help="small models, on a CPU")
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="names of parts")
-    arguments = parser.parse_args(argv)
-    dry_run: bool = arguments.dry_run
-    out = Path(os.environ.get("OUT") or ROOT / "outputs" / "first_hour")
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        calibration = out / "calibration.json"
-        parts = [machine(dry_run, calibration), steps(dry_run, work, calibration), tests(dry_run)]
-        parts += [configs(dry_run, work), benchmark(dry_run, work), models(dry_run, work, calibration)]
-        for part in parts:
-            part.limit_seconds *= 10 if dry_run else 1  # it may be a busy machine
-            if not arguments.only or part.name in arguments.only:
-                part.run(out)
-                (out / "summary.md").write_text(summary(parts, dry_run), encoding="utf-8")
-                print(f"{part.name}: {part.result} in {part.seconds:.0f} s  {part.cell}", flush=True)
-    return 0 if all(part.result in ("pass", "not run") for part in parts) else 1
+    title = "What one GPU shows"
+    return run_parts(__doc__ or "", title, "first_hour", parts, argv)
 
 
 if __name__ == "__main__":

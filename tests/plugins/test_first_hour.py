@@ -6,12 +6,12 @@ import re
 import subprocess
 from pathlib import Path
 
-import first_hour
+import gpu_parts
 import pytest
-from first_hour import Part
+from gpu_parts import Part
 
 ROOT = Path(__file__).parents[2]
-PARTS = ["machine", "steps", "tests", "configs", "benchmark", "models"]
+PARTS = ["machine", "steps", "documents", "benchmark", "experts", "grains", "tests", "configs", "models"]
 
 
 @pytest.mark.parametrize(
@@ -39,11 +39,17 @@ def test_dry_run_writes_the_results_of_each_part(
     assert re.fullmatch(f"8B-selective: {step}", rows["models"][1])
     calibration = json.loads((tmp_path / "calibration.json").read_text(encoding="utf-8"))
     assert {row["kind"] for row in calibration["rows"]} == {"memory", "launch", "product", "attention"}
-    files = {"summary.md", "calibration.json", *(f"{part}.txt" for part in parts)}
+    files = {"summary.md", "parts.json", "calibration.json", *(f"{part}.txt" for part in parts)}
     if parts == PARTS:
         files.add("compiled-profile.tar")
         assert rows["configs"][1].startswith("loss: identical in 10 steps up to step ")
-        assert re.fullmatch(f"eager: {step}; compiled: {step}", rows["steps"][1])
+        assert re.fullmatch(f"compiled: {step}; eager: {step}", rows["steps"][1])
+        first = r"; first step: whole-sequences [\d.]+ s, masked [\d.]+ s"
+        assert re.fullmatch(f"whole-sequences: {step}; masked: {step}{first}", rows["documents"][1])
+        assert rows["experts"][1].startswith("loss: identical in 5 steps ")
+        assert re.fullmatch(
+            r"step of [\d.]+ s, times exact .*; the same bits in 8 steps of a second run", rows["grains"][1]
+        )
         assert [row["planned"]["fits"] for row in calibration["steps"]] == [True, True]
         assert "tokens/s" in rows["benchmark"][1]
     assert [row["planned"]["fits"] for row in calibration["models"]] == [True]
@@ -64,11 +70,11 @@ def test_a_part_ends_at_its_time_limit_or_at_a_command_that_fails(tmp_path: Path
     assert "begun" in (tmp_path / "hanging.txt").read_text()
     for name in ("hanging", "failing"):
         assert "$ echo later" not in (tmp_path / f"{name}.txt").read_text()
-    assert "| failing | FAIL (exit code 3) | 0 |  |" in first_hour.summary([hanging, failing], dry_run=False)
+    assert "| failing | FAIL (exit code 3) | 0 |  |" in gpu_parts.summary("", [hanging, failing])
 
 
 def test_results_are_limited_in_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_hour, "MAX_BYTES", 10)
+    monkeypatch.setattr(gpu_parts, "MAX_BYTES", 10)
     part = Part("long", 9, [["echo", "the last line"]], lambda out: (out / "trace.gz").write_bytes(bytes(11)))
     part.run(tmp_path)
     assert (tmp_path / "long.txt").read_text() == "last line\n"
