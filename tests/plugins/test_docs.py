@@ -119,6 +119,7 @@ LISTED = {
     "scripts/make_wheels.sh": ("needs a package index"),
     "python scripts/benchmarks/measure_kernels.py": "needs a GPU; part of the dry run of first_hour.sh",
     "scripts/first_hour.sh": ("needs a GPU; tests/plugins/test_first_hour.py has its dry run"),
+    "scripts/eight_gpus.sh": "needs eight GPUs; tests/plugins/test_eight_gpus.py has its dry run",
     "python scripts/benchmarks/benchmark_sums.py --layers 2 --turns 5": "takes five minutes; run by hand",
     "python scripts/benchmarks/benchmark_muon.py": "takes minutes; run by hand",
     'pytest tests/test_parallelism.py -k "S2 and T2"': "part of .ci/run",
