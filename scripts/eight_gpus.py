@@ -41,6 +41,7 @@ EVEN = 0.95  # rate of the slowest GPU, in those of the median
 FRACTION = 0.75  # of the data sheet's bandwidth, which the planner assumes
 LOSS_BOUND, NORM_BOUND = 1e-5, 1e-3  # relative differences of float32 runs, in five steps
 SPEED_BOUND, MEMORY_BOUND = 0.15, 0.05  # relative errors of the planner
+CHECKPOINT_ROOM = 250e9  # bytes for two checkpoints of 8B, of 96 GB each
 AXES = {
     "replicate": "data_parallel_replicate_degree",
     "shard": "data_parallel_shard_degree",
@@ -329,6 +330,9 @@ def checkpoint(dry_run: bool, ranks: int, work: Path) -> Part:
     model += ["--metrics.log_freq=1", "--checkpoint.enable", f"--checkpoint.interval={interval}"]
     model += ["--checkpoint.keep_latest_k=1", "--lr_scheduler.total_steps=100", "--checkpoint.interval_minutes=0"]
     model += [f"--job.dump_folder={work / 'saved'}"]
+    has_room = dry_run or shutil.disk_usage(work).free > CHECKPOINT_ROOM
+    if not has_room:
+        model += ["--model.shape.n_layers=8"]
     commands = [train(ranks, *model, f"--training.steps={count}") for count in (steps, steps + 2)]
 
     def claims(output: str) -> list[Claim]:
@@ -337,7 +341,8 @@ def checkpoint(dry_run: bool, ranks: int, work: Path) -> Part:
         size = sum(file.stat().st_size for file in (work / "saved" / "checkpoint").rglob("*") if file.is_file())
         usual = statistics.median(lines[step] for step in (3, 4, 7, 8))
         after = [lines[step] - usual for step in (interval + 1, 2 * interval + 1)]
-        figures = f"{size / 1e9:.3g} GB in {', '.join(f'{seconds:.1f}' for seconds in saves)} s"
+        figures = "" if has_room else f"8 layers, because WORK has less than {CHECKPOINT_ROOM / 1e9:.0f} GB; "
+        figures += f"{size / 1e9:.3g} GB in {', '.join(f'{seconds:.1f}' for seconds in saves)} s"
         figures += f"; steps of {usual:.2f} s, after a save {' and '.join(f'{seconds:+.2f}' for seconds in after)} s"
         resumed = f"resumed from {work / 'saved' / 'checkpoint'}/step-{steps}" in output and steps + 2 in lines
         return [

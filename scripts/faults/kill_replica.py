@@ -46,7 +46,8 @@ class Job:
         command += ["--module", "torchtrain.train", *options]
         environment = dict(os.environ)
         if torch.cuda.is_available():
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + ranks)))
+            own = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(own.split(",")[first : first + ranks])
         self.log = folder / f"{name}.log"
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
