@@ -151,7 +151,7 @@ def grains(dry_run: bool, work: Path) -> Part:
         bits = "the same bits" if one == other else "OTHER BITS"
         return f"step of {fast:.3f} s, times {', '.join(costs)}; {bits} in {len(one)} steps of a second run"
 
-    return Part("grains", 150, commands, independent=True, figures=figures)
+    return Part("grains", 180, commands, independent=True, figures=figures)
 
 
 def experts(dry_run: bool, work: Path) -> Part:
@@ -175,7 +175,7 @@ def experts(dry_run: bool, work: Path) -> Part:
         speeds = {name: step_of(work / name) for name in list(runs)[2:]}
         return "; ".join([*losses, *(f"{n}: {row.get('error') or describe(row)}" for n, row in speeds.items())])
 
-    return Part("experts", 120, commands, independent=True, figures=figures)
+    return Part("experts", 150, commands, independent=True, figures=figures)
 
 
 def tests(dry_run: bool) -> Part:
