@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from math import prod
 from types import SimpleNamespace
@@ -63,9 +63,8 @@ class RankRecord:
     recorder: StepRecorder
     pipeline_actions: Mapping[int, Sequence[Action]]
     """Actions of each rank of its pipeline in one run of the schedule; empty without pipeline parallelism."""
-    omitted_buffer_bytes: int = 0
-    """Bytes of the buffers in which it would receive activations and gradients of microbatches that are not simulated.
-    """
+    omitted_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by category that its pipeline would keep for microbatches that are not simulated (``kept_bytes``)."""
 
 
 def representative_ranks(degrees: ParallelDims) -> list[int]:
@@ -216,18 +215,27 @@ def simulate(
         return replace(
             record,
             pipeline_actions=pipeline_actions(model.pipeline, count),
-            omitted_buffer_bytes=(count - simulated) * buffer_bytes(model.pipeline),
+            omitted_bytes={
+                category: (count - simulated) * size
+                for category, size in kept_bytes(model.pipeline, config.parallelism.pipeline_parallel_schedule).items()
+            },
         )
 
 
-def buffer_bytes(pipeline: Pipeline) -> int:
-    """Bytes that a rank's stages allocate for each microbatch, to receive an activation, and the gradient of another.
+def kept_bytes(pipeline: Pipeline, schedule: str) -> dict[str, int]:
+    """Bytes by category that a rank's stages keep for each microbatch until the end of a run of ``schedule``.
 
-    PyTorch allocates those of all microbatches before the first.
+    PyTorch allocates the buffers in which it receives activations and gradients of all microbatches before the first. A
+    split backward also leaves the gradient of an input at that input. If it is of another stage of this rank, it takes
+    the place of the buffer.
     """
-    return sum(
-        pipeline.hidden.nbytes * ((not stage.is_first) + (not stage.is_last)) for stage in pipeline.pipeline_stages
-    )
+    stages, hidden, own_rank = pipeline.pipeline_stages, pipeline.hidden.nbytes, pipeline.mesh.get_local_rank()
+    buffers = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+    gradients = 0
+    if "ZeroBubble" in schedule:
+        gradients = sum(not stage.is_first for stage in stages)
+        buffers -= sum(pipeline.rank_of.get(stage.stage_index + 1) == own_rank for stage in stages)
+    return {"activations": buffers * hidden, "temporary": gradients * hidden}
 
 
 class UnreadCheck(StepCheck):

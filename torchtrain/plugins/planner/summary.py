@@ -29,7 +29,6 @@ from torchtrain.plugins.planner.timing import CostModel, replay
 MAX_MICROBATCHES = 3  # microbatches simulated per step: the first, the last, and one that represents all between
 SIMULATED_LAYERS = 2  # layers simulated in the smallest stage; then one more in each, to extrapolate the difference
 
-ACTIVATIONS = CATEGORIES.index("activations")
 LAYER_NAME = re.compile(r"layers\.(\d+)")
 Location = tuple[str, str]  # phase and module
 LiveBytes = tuple[float, ...]  # by category, in the order of CATEGORIES
@@ -254,7 +253,7 @@ def step_costs(
 
 def rank_memory(record: RankRecord) -> RankMemory:
     """Summarize the memory of one simulated rank."""
-    steps = record.recorder.steps
+    steps, omitted = record.recorder.steps, sum(record.omitted_bytes.values())
     peaks: list[dict[Location, LiveBytes]] = []
     by_stream: dict[int, dict[Location, float]] = {}
     for step in steps:
@@ -262,17 +261,16 @@ def rank_memory(record: RankRecord) -> RankMemory:
         step_peaks: dict[Location, LiveBytes] = {}
         for phase, module, sizes, stream, stream_bytes in step.timeline:
             location, stream_peaks = (phase, name[module]), by_stream.setdefault(stream, {})
-            buffers = record.omitted_buffer_bytes
-            sizes = (*sizes[:ACTIVATIONS], sizes[ACTIVATIONS] + buffers, *sizes[ACTIVATIONS + 1 :])
+            sizes = tuple(size + record.omitted_bytes.get(key, 0) for key, size in zip(CATEGORIES, sizes, strict=True))
             step_peaks[location] = max(sizes, step_peaks.get(location, sizes), key=sum)
-            stream_bytes += buffers if stream == 0 else 0
+            stream_bytes += omitted if stream == 0 else 0
             stream_peaks[location] = max(stream_bytes, stream_peaks.get(location, 0))
         peaks.append(step_peaks)
     gradients = max(moment.sizes[CATEGORIES.index("gradients")] for moment in steps[-1].timeline)
     optimizer = steps[-1].live_at_end["optimizer"]
     memory = RankMemory(record.rank, record.parameter_bytes, gradients, optimizer, peaks, by_stream)
     allocations = [allocation for step in steps for allocation in step.allocations]
-    fragmentation = peak_reserved(allocations) - memory.allocated + record.omitted_buffer_bytes
+    fragmentation = peak_reserved(allocations) - memory.allocated + omitted
     return replace(memory, fragmentation=fragmentation)
 
 
