@@ -159,6 +159,7 @@ def experts(dry_run: bool, work: Path) -> Part:
     packages = f"PYTHONPATH=scripts/moe:scripts/families:{os.environ.get('PYTHONPATH', '')}"
     debug = ["--job.config_file=scripts/moe/debug_moe.toml", "--job.import=torchtrain_moe", "--training.steps=5"]
     debug += ["--training.mixed_precision_param=float32", "--metrics.log_freq=1", *LOCAL_DATA]
+    debug += ["--comparison.fingerprint_steps", "1", "2"]
     debug += ["--validation.no-enable", *(TINY_EXPERTS if dry_run else [])]
     runs = {"experts": debug, "experts_cpu": [*debug, "--job.device=cpu"]}
     if not dry_run:
