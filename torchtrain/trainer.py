@@ -710,6 +710,7 @@ class TrainStep:
         self.schedule.apply(self.optimizer, step)
         self.wait_for_copies()
         self.optimizer.step(skip)
+        self.model.finish_step(skip)
         if self.ema is not None:
             self.ema.update(step, skip)
         self.hooks.after_update()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from parity import config_of
-from plugin_rank_functions import count_routers
+from plugin_rank_functions import count_routers, router_states
 from test_moe import LOSSES, tiny
 from test_parallelism import layout
 from torch import Tensor
@@ -58,7 +58,7 @@ def test_batch_balance_loss_follows_the_loads_of_the_step_before() -> None:
     router, x = router_of(batch_balance_weight=0.7), hidden_states()
     found, _ = loss_gradient(router, x)
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-7)  # as if loads had been equal
-    router.finish_step(router.totals, tensor_degree=1)
+    router.finish_step(router.totals, 1, skip=torch.zeros(()))
     router.weight.grad = None
     found, _ = loss_gradient(router, x)
     weight = router.weight.detach().clone().requires_grad_()
@@ -87,7 +87,7 @@ def test_bias_moves_tokens_to_experts_with_less_load_and_leaves_the_weights_alon
     before = loads()
     for _ in range(60):
         counts, bias = loads(), router.bias.clone()
-        router.finish_step(router.totals, tensor_degree=1)
+        router.finish_step(router.totals, 1, skip=torch.zeros(()))
         torch.testing.assert_close(router.bias - bias, 0.001 * (counts.mean() - counts).sign().float())
     after = loads()
     assert before.sum() == after.sum() == SEQUENCES * SEQ * TOP_K
@@ -112,6 +112,30 @@ def test_forward_without_backward_and_one_that_is_repeated_are_counted_once() ->
     torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()
     assert router.totals[:EXPERTS].sum() == SEQUENCES * SEQ * TOP_K
     assert router.totals[-1] == 5
+
+
+@pytest.mark.parametrize(("text", "experts"), [("S1", 1), ("S2", 2)])
+def test_skipped_step_changes_neither_loads_nor_biases(gloo: GlooPool, text: str, experts: int) -> None:
+    """The gradient of step 2 is not finite."""
+    ranks, degrees = layout(text)
+    config = config_of(
+        training={"local_batch_size": 4, "global_batch_size": 8},
+        moe={"expert_parallel_degree": experts},
+        parallelism=degrees,
+    )
+    for load, bias in gloo.run(ranks, router_states, config, tiny("olmoe", n_layers=2, **LOSSES), 2):
+        assert load.shape == bias.shape == (3, 2, EXPERTS)
+        for state in (load, bias):
+            assert torch.equal(state[1], state[0])
+            assert not torch.equal(state[2], state[1])
+        torch.testing.assert_close(load.sum(-1), torch.ones(3, 2))
+
+
+def test_step_that_is_computed_again_is_counted_once(gloo: GlooPool) -> None:
+    """Exact sums repeat the first step, because they do not know how large its gradients are."""
+    config = config_of(training={"sums": "exact", "local_batch_size": 4, "global_batch_size": 8})
+    ((totals),) = gloo.run(1, count_routers, config, tiny("olmoe", n_layers=2, **LOSSES), 1)
+    assert totals[:, :EXPERTS].sum(1).tolist() == [8 * 16 * TOP_K] * 2
 
 
 @pytest.mark.parametrize(("text", "experts"), [("S2", 2), ("T2", 1), pytest.param("C2", 2, marks=pytest.mark.slow)])

@@ -152,8 +152,9 @@ class ModelSpec:
     """Parallelizes a model or a pipeline stage of it on the meta device; None: ``parallelize_llama``, which
     needs ``linear_layers`` and norms that are ``nn.RMSNorm``."""
     finish_step: Callable[..., None] | None = None
-    """Called on all ranks as ``finish_step(model_parts, mesh, usable=...)`` when the gradients of a step are complete,
-    for state that follows from its forwards, such as the loads of experts. Not usable: the step is computed again."""
+    """Called on all ranks as ``finish_step(model_parts, mesh, skip)`` after the update of a step, for state that
+    follows from its forwards, such as the loads of experts. ``skip``: a scalar, not 0 if the update was skipped, so
+    that the state must not change either; None: the step is computed again, and this attempt must not count."""
 
     def __post_init__(self) -> None:
         for name in self.linear_layers:

@@ -51,10 +51,15 @@ class ParallelModel:
         if self.mesh.degrees.tensor > 1:
             reduce_norm_gradients(self.model_parts, self.mesh.tensor, self.reducer.dtype)
         usable = self.reducer.finish(self.model_parts)
+        if not usable:
+            self.finish_step(None)
+        return usable
+
+    def finish_step(self, skip: Tensor | None) -> None:
+        """Call ``ModelSpec.finish_step``, if the model has one."""
         finish_step = spec_of(self.model_parts[0].config).finish_step
         if finish_step is not None:
-            finish_step(self.model_parts, self.mesh, usable=usable)
-        return usable
+            finish_step(self.model_parts, self.mesh, skip)
 
     def forward_backward(self, microbatch: Microbatch, global_tokens: Tensor, is_last: bool) -> Tensor:
         """Forward and backward of one microbatch; accumulates the gradient of its loss divided by ``global_tokens``.

@@ -7,7 +7,7 @@ divide the experts among them, and FSDP shards each one's experts over the other
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtrain_families.norms import ProjectionNorm
@@ -120,18 +120,18 @@ def shard_experts(experts: Experts, group: DeviceMesh | None, tensor: DeviceMesh
 
 
 @torch.no_grad()
-def finish_step(model_parts: Sequence[Decoder], mesh: Mesh, *, usable: bool) -> None:
+def finish_step(model_parts: Sequence[Decoder], mesh: Mesh, skip: Tensor | None) -> None:
     """Sum what the routers of ``model_parts`` have counted over all ranks, and let their state follow the loads.
 
-    Not ``usable``: the step is computed again, and its counts are dropped.
+    ``skip``: see ``ModelSpec.finish_step``.
     """
     own = routers(model_parts)
     counted = [router.totals for router in own]
     for router in own:
         router.totals = None
-    if not usable or any(totals is None for totals in counted):
+    if skip is None or any(totals is None for totals in counted):
         return
     sums = torch.stack([totals for totals in counted if totals is not None])  # (layers, 2 E + 4)
     all_reduce(sums, group=mesh.stage.get_group())
     for router, totals in zip(own, sums, strict=True):
-        router.finish_step(totals, mesh.degrees.tensor)
+        router.finish_step(totals, mesh.degrees.tensor, skip)

@@ -137,17 +137,19 @@ class Router(nn.Module):
 
         return WithLoss.apply(weights, loss / config.n_layers, count)  # type: ignore[no-any-return]
 
-    def finish_step(self, totals: Tensor, tensor_degree: int) -> None:
-        """Let the state follow ``totals``, of all ranks of the pipeline stage."""
+    def finish_step(self, totals: Tensor, tensor_degree: int, skip: Tensor) -> None:
+        """Let the state follow ``totals``, of all ranks of the pipeline stage, unless the scalar ``skip`` is not 0."""
         # Tensor-parallel ranks compute rows of the same tokens, and route them all unless each has tokens of its own.
         repeats = 1 if self.weight_grad == Partial() else tensor_degree
         totals = torch.cat((totals[:-1] / repeats, totals[-1:] / tensor_degree))
         loads = totals[: self.config.n_experts]
         self.last = totals
+        # The host does not know ``skip``, and does not wait for it.
         if self.config.batch_balance_weight:
-            self.load.copy_(loads / loads.sum())
+            self.load.copy_(torch.where(skip > 0, self.load, (loads / loads.sum()).float()))
         if self.config.bias_rate:
-            self.bias.add_((loads.mean() - loads).sign(), alpha=self.config.bias_rate)
+            change = self.config.bias_rate * (loads.mean() - loads).sign().float()
+            self.bias.add_(torch.where(skip > 0, 0, change))
 
 
 class WithLoss(torch.autograd.Function):

@@ -1,6 +1,7 @@
 """Functions of tests of plugins that run on several ranks, which import this module instead of transformers."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
 from torchtrain.config.registry import import_modules
 from torchtrain.config.schema import JobConfig, TrainingConfig
+from torchtrain.datasets.dataloader import Batch
 from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dims
+from torchtrain.metrics.hooks import Hook, Hooks
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
 from torchtrain.parallelisms import tensor_parallel
@@ -80,14 +83,49 @@ def train_mixture(config: JobConfig, shape: TransformerConfig, steps: int = STEP
     return train(config, shape, steps)
 
 
-def count_routers(config: JobConfig, shape: TransformerConfig) -> torch.Tensor:
+def count_routers(config: JobConfig, shape: TransformerConfig, number: int = STEPS) -> torch.Tensor:
     """Train a mixture of experts; returns what its routers have counted in the last step, one row per layer."""
     import_modules(["torchtrain_moe"])
     from torchtrain_moe.model import routers
 
     steps: list[TrainStep] = []
-    train(config, shape, attach=steps.append)
+    train(config, shape, number, attach=steps.append)
     return torch.stack([router.last for router in routers(steps[0].model.model_parts)])
+
+
+def router_states(config: JobConfig, shape: TransformerConfig, bad_step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Train a mixture of experts with a gradient that is not finite in ``bad_step``.
+
+    Returns the loads and the biases of its routers after each step, of shape (steps, layers, experts).
+    """
+    import_modules(["torchtrain_moe"])
+    from torchtrain_moe.model import routers
+
+    own: list[Any] = []
+    loads: list[torch.Tensor] = []
+    biases: list[torch.Tensor] = []
+
+    class States(Hook):
+        def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
+            self.step = step
+            self.record()
+
+        def record(self) -> None:
+            loads.append(torch.stack([router.load.clone() for router in own]))
+            biases.append(torch.stack([router.bias.clone() for router in own]))
+
+        def after_gradients(self) -> None:
+            if self.step == bad_step:
+                own[0].weight.grad.to_local().fill_(float("nan"))
+
+    def attach(train_step: TrainStep) -> None:
+        own.extend(routers(train_step.model.model_parts))
+        train_step.hooks = Hooks(hook)
+
+    hook = States()
+    train(config, shape, attach=attach)
+    hook.record()
+    return torch.stack(loads[1:]), torch.stack(biases[1:])
 
 
 def copy_mixture(config: JobConfig, source: Path, target: Path) -> None:
