@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from draw_architecture import ROOT
-from forked_run import finish, logged_losses, saved_tensors
+from forked_run import ForkedRun, different_tensors, finish, logged_losses, saved_tensors, slow_steps
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, config_of
 from plugin_rank_functions import copy_mixture, train_mixture
@@ -146,12 +147,12 @@ def test_flops_are_those_of_the_experts_that_a_token_uses() -> None:
 def test_grouped_kernel_computes_what_the_loop_does(sizes: list[int]) -> None:
     experts = importlib.import_module("torchtrain_moe.experts")
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4, 12, 8, generator=generator, requires_grad=True)
-    rows = torch.randn(sum(sizes), 8, generator=generator, requires_grad=True)
-    factor = torch.randn(sum(sizes), 12, generator=generator)
-    results = [product(rows, weight, sizes) for product in (experts.grouped_product, experts.product_by_expert)]
+    shapes = {"rows": (sum(sizes), 8), "w1": (4, 12, 8), "w2": (4, 8, 12), "w3": (4, 12, 8)}
+    inputs = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes.values()]
+    factor = torch.randn(shapes["rows"], generator=generator)
+    results = [compute(*inputs, sizes) for compute in (experts.swiglu_by_kernel, experts.swiglu_by_expert)]
     torch.testing.assert_close(*results)
-    for parameter in (rows, weight):
+    for parameter in inputs:
         gradients = [torch.autograd.grad((out * factor).sum(), parameter, retain_graph=True)[0] for out in results]
         torch.testing.assert_close(*gradients)
 
@@ -160,13 +161,10 @@ def run(gloo: GlooPool, text: str, name: str, experts: int = 1, steps: int = 3, 
     """Train on a layout, such as "S2 T2" in ``test_parallelism``, with ``experts`` as the expert degree."""
     ranks, degrees = layout(text)
     rows = 8 // (degrees.get("data_parallel_shard_degree", 1) * degrees.get("data_parallel_replicate_degree", 1))
-    local = options.pop("local_batch_size", rows)
+    training = {"local_batch_size": rows, "global_batch_size": 8, **options.pop("training", {})}
     changes = options.pop("changes", LOSSES)
-    config = config_of(
-        training={"local_batch_size": local, "global_batch_size": 8},
-        moe={"expert_parallel_degree": experts},
-        **options.pop("sections", {}),
-    )
+    sections = options.pop("sections", {})
+    config = config_of(training=training, moe={"expert_parallel_degree": experts}, **sections)
     config = replace(config, parallelism=replace(config.parallelism, **degrees, **options))
     return gloo.run(ranks, train_mixture, config, tiny(name, **changes), steps)  # type: ignore[return-value]
 
@@ -262,7 +260,7 @@ def test_muon_updates_each_expert_as_a_matrix_of_its_own() -> None:
 
 def test_microbatches_change_nothing(gloo: GlooPool) -> None:
     (reference,) = run(gloo, "S1", "olmoe")
-    assert_same_run(run(gloo, "S1", "olmoe", local_batch_size=2), reference)
+    assert_same_run(run(gloo, "S1", "olmoe", training={"local_batch_size": 2}), reference)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +268,6 @@ def test_microbatches_change_nothing(gloo: GlooPool) -> None:
     [
         (3, ParallelDims(shard=6), {}, "expert_parallel_degree = 3 must divide n_experts = 8; try 1 or 2"),
         (4, ParallelDims(shard=2, tensor=2), {}, "must divide data_parallel_shard_degree [*] context degree = 2; try"),
-        (2, ParallelDims(shard=2), {"training": {"sums": "exact"}}, "rounds the gradient of each rank's rows"),
         (2, ParallelDims(shard=2), {"activation_checkpoint": {"mode": "selective"}}, "cannot repeat the messages"),
         (1, ParallelDims(), {"compile": {"enable": True}}, "blocks are compiled for fixed sizes; set it to false"),
         (1, ParallelDims(shard=2), {"recheck": {"interval": 5}}, "recheck.interval = 5 has not been tried with olmoe"),
@@ -287,10 +284,13 @@ def test_what_does_not_combine_is_rejected(degree: int, dims: Any, changes: dict
 
 def train_until(folder: Path, steps: int, degree: int, *options: str, ranks: int = 2) -> dict[int, float]:
     """Train a tiny mixture up to ``steps`` in ``folder``; returns the losses."""
-    start = ["--job.import", "torchtrain_moe", "--model.name", "olmoe", "--training.steps", str(steps)]
-    expert_degree = ["--moe.expert_parallel_degree", str(degree)]
-    finish(folder, *start, *expert_degree, *options, ranks=ranks, shape=tiny("olmoe", n_layers=2, **LOSSES))
+    finish(folder, *options_of(steps, degree), *options, ranks=ranks, shape=tiny("olmoe", n_layers=2, **LOSSES))
     return logged_losses(folder)
+
+
+def options_of(steps: int, degree: int) -> list[str]:
+    start = ["--job.import", "torchtrain_moe", "--model.name", "olmoe", "--training.steps", str(steps)]
+    return [*start, "--moe.expert_parallel_degree", str(degree)]
 
 
 def test_run_resumes_with_another_expert_degree(tmp_path: Path) -> None:
@@ -305,11 +305,49 @@ def test_run_resumes_with_another_expert_degree(tmp_path: Path) -> None:
     torch.testing.assert_close(ours[bias], theirs[bias])
 
 
-def test_exact_sums_have_the_same_bits_on_two_ranks(tmp_path: Path) -> None:
-    """Where each rank computes all experts for its own tokens."""
-    options = ("--training.sums", "exact")
-    expected = train_until(tmp_path / "one", 3, 1, *options, ranks=1)
-    assert train_until(tmp_path / "two", 3, 1, *options) == expected
+def run_exactly(gloo: GlooPool, text: str, experts: int, **training: Any) -> list[Curve]:
+    """``run`` with exact sums. Two rows in each microbatch, on every layout."""
+    training = {"sums": "exact", "local_batch_size": 2, **training}
+    return run(gloo, text, "olmoe", experts, training=training, changes={"n_layers": 2, **LOSSES})
+
+
+EXACT_LAYOUTS = [("S2", 1), ("S2", 2), ("S4", 1), ("S4", 2), ("S4", 4), ("R2 S2", 2), ("R4", 1), ("P2 S2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("text", "experts"),
+    [of if of in (("S2", 1), ("S4", 2)) else pytest.param(*of, marks=pytest.mark.slow) for of in EXACT_LAYOUTS],
+)
+def test_exact_sums_have_the_same_bits_on_all_data_and_expert_degrees(gloo: GlooPool, text: str, experts: int) -> None:
+    (expected,) = run_exactly(gloo, "S1", 1)
+    curves = run_exactly(gloo, text, experts)
+    assert all((curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms) for curve in curves)
+    for name in ("last", "moments"):
+        found = dict(chain.from_iterable(getattr(curve, name).items() for curve in curves))
+        assert different_tensors(found, getattr(expected, name)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "experts"), [("S2", 1), ("S2", 2), ("S4", 2), ("S4", 4)])
+def test_exact_sums_in_bfloat16_have_the_same_bits(gloo: GlooPool, text: str, experts: int) -> None:
+    (expected,) = run_exactly(gloo, "S1", 1, mixed_precision_param="bfloat16")
+    for curve in run_exactly(gloo, text, experts, mixed_precision_param="bfloat16"):
+        assert (curve.losses, curve.grad_norms) == (expected.losses, expected.grad_norms)
+        assert different_tensors(curve.last, expected.last) == []
+
+
+def test_run_with_exact_sums_is_killed_and_resumes_with_another_expert_degree_bitwise(tmp_path: Path) -> None:
+    exact = ("--training.sums", "exact")
+    train_until(tmp_path / "whole", 8, 1, *exact, ranks=1)
+    options = [*options_of(8, 2), *exact, "--training.local_batch_size", "1"]
+    killed = ForkedRun(tmp_path / "resumed", *options, hook=slow_steps, shape=tiny("olmoe", n_layers=2, **LOSSES))
+    killed.wait_for(lambda: any((tmp_path / "resumed/checkpoint").glob("step-*")))
+    killed.end()
+    assert 0 < max(logged_losses(tmp_path / "resumed")) < 8
+    train_until(tmp_path / "resumed", 8, 1, *exact)
+    assert logged_losses(tmp_path / "resumed") == logged_losses(tmp_path / "whole")
+    ours, theirs = (saved_tensors(tmp_path / name, 8) for name in ("resumed", "whole"))
+    assert different_tensors(ours, theirs) == []
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 Shapes in comments: n = tokens of this rank, k = experts per token, E = experts, rows = pairs of a token and an expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ class Experts(nn.Module):
     """SwiGLU experts, w2(silu(w1 x) * w3 x), with one 3-D parameter for each of the three projections of all experts.
 
     ``expert_group``: the ranks that divide the experts among them; None: this rank has all. With tensor parallelism a
-    rank has a part of each expert's inner width, and the results are summands.
+    rank has a part of each expert's inner width, and the results are summands. ``as_summand``: with exact sums of
+    gradients, gets each weight for the rows of one rank of ``expert_group``, and its name (``exact.py``).
     """
 
     expert_group: dist.ProcessGroup | None = None
+    as_summand: Callable[[Tensor, str], Tensor] | None = None
     rows_computed = 0
     """Of the last forward; the rows of all ranks are those that the routers have sent, since none is dropped."""
 
@@ -57,6 +59,11 @@ class Experts(nn.Module):
         sent_sizes = sizes_of(counts.view_as(by_source).sum(1), len(rows))
         received_sizes = sizes_of(by_source.sum(1), len(rows))
         arrived = AllToAll.apply(rows, sent_sizes, received_sizes, group)
+        if self.as_summand is not None:  # as each of these ranks would compute its rows
+            of_ranks = zip(arrived.split(received_sizes), by_source, strict=True)
+            outputs = torch.cat([self.compute(own, sizes_of(sizes, len(own))) for own, sizes in of_ranks])
+            self.rows_computed = len(arrived)
+            return AllToAll.apply(outputs, received_sizes, sent_sizes, group)  # type: ignore[no-any-return]
         experts = torch.arange(by_source.shape[1], device=rows.device).repeat(group.size())
         order = experts.repeat_interleave(received, output_size=len(arrived)).argsort(stable=True)
         outputs = self.compute(arrived[order], sizes_of(by_source.sum(0), len(arrived)))
@@ -66,8 +73,10 @@ class Experts(nn.Module):
         """Outputs of ``rows``, of which the first ``sizes[0]`` are of this rank's first expert, and so on."""
         self.rows_computed = len(rows)
         w1, w2, w3 = (local(weight) for weight in (self.w1, self.w2, self.w3))
-        product = grouped_product if has_grouped_kernel(rows) else product_by_expert
-        return product(F.silu(product(rows, w1, sizes)) * product(rows, w3, sizes), w2, sizes)
+        if self.as_summand is not None:
+            w1, w2, w3 = (self.as_summand(weight, name) for name, weight in (("w1", w1), ("w2", w2), ("w3", w3)))
+        by_kernel = has_grouped_kernel(rows)
+        return (swiglu_by_kernel if by_kernel else swiglu_by_expert)(rows, w1, w2, w3, sizes)
 
 
 def count_experts(chosen: Tensor, experts: int) -> Tensor:
@@ -89,15 +98,28 @@ def has_values(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, FakeTensor)
 
 
-def product_by_expert(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Multiply the rows of each expert by its matrix in ``weight`` (E, out, in): (rows, in) becomes (rows, out)."""
+def swiglu_by_expert(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Outputs of ``rows``, of which the first ``sizes[0]`` are of the first expert of each weight, and so on.
+
+    The bits of an expert's outputs depend on its rows alone: where a CPU's vectors do not divide the elements of a
+    tensor, SiLU rounds the last ones otherwise.
+    """
     # unbind, whose backward stacks the gradients of all experts once; that of an index would add matrices of zeros.
-    parts = zip(rows.split(list(sizes)), weight.unbind(), strict=True)
-    return torch.cat([F.linear(part, matrix) for part, matrix in parts])
+    experts = zip(rows.split(list(sizes)), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+    return torch.cat([F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b) for x, a, b, c in experts])
+
+
+def swiglu_by_kernel(rows: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, sizes: Sequence[int]) -> Tensor:
+    """``swiglu_by_expert`` with one kernel for each projection of all experts."""
+    hidden = F.silu(grouped_product(rows, w1, sizes)) * grouped_product(rows, w3, sizes)
+    return grouped_product(hidden, w2, sizes)
 
 
 def grouped_product(rows: Tensor, weight: Tensor, sizes: Sequence[int]) -> Tensor:
-    """``product_by_expert`` in one kernel, which needs groups that begin at multiples of 16 bytes: they are padded."""
+    """The product of the rows of each expert and its matrix in ``weight`` (E, out, in): (rows, in) becomes (rows, out).
+
+    The kernel needs groups that begin at multiples of 16 bytes: they are padded.
+    """
     counts = torch.tensor(sizes)
     padded = (counts + 7) // 8 * 8
     ends = padded.cumsum(0)

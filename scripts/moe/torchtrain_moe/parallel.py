@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torchtrain_families.norms import ProjectionNorm
 
@@ -42,11 +43,6 @@ def check_run(degree: int, config: JobConfig, model: object, dims: ParallelDims)
         if number % degree:
             fitting = [n for n in range(1, degree) if model.n_experts % n == 0 and dims.fsdp % n == 0]
             raise ConfigError(f"{given} must divide {name} = {number}; try {' or '.join(map(str, fitting[-2:]))}")
-    if degree > 1 and config.training.sums == "exact":
-        raise ConfigError(
-            f"{given}: training.sums = 'exact' rounds the gradient of each rank's rows, and an expert computes those "
-            "of several ranks at once; set it to 1, or training.sums = 'fast'"
-        )
     checkpointing = config.activation_checkpoint
     if degree > 1 and checkpointing.mode == "selective" and checkpointing.selective_option == "op":
         raise ConfigError(
@@ -86,8 +82,11 @@ def parallelize(model: Decoder, mesh: Mesh, config: JobConfig, reducer: Gradient
             if tensor is not None:
                 module.shard(tensor, residual)
             if experts_mesh is not None:
-                own_meshes[module.experts] = fsdp_mesh(experts_mesh, mesh)
+                own_meshes[module.experts] = fsdp_mesh(experts_mesh, mesh, reducer)
     parallelize_llama(model, mesh, config, reducer, own_meshes)
+    if config.training.sums == "exact":
+        for experts, shards in own_meshes.items():
+            sum_exactly(experts, reducer, shards)
 
 
 def sequence_axes(mesh: Mesh, residual: Placement) -> list[DeviceMesh]:
@@ -95,10 +94,24 @@ def sequence_axes(mesh: Mesh, residual: Placement) -> list[DeviceMesh]:
     return [mesh.context, mesh.tensor] if residual.is_shard() else [mesh.context]
 
 
-def fsdp_mesh(experts_mesh: DeviceMesh, mesh: Mesh) -> DeviceMesh:
-    """The mesh over which FSDP shards the experts of a rank."""
+def fsdp_mesh(experts_mesh: DeviceMesh, mesh: Mesh, reducer: GradientReducer) -> DeviceMesh:
+    """The mesh over which FSDP shards the experts of a rank, with the dimensions of ``reducer.mesh``."""
     shard = experts_mesh["expert_shard"]
-    return DeviceMesh._concatenate([mesh.world["replicate"], shard]) if mesh.degrees.replicate > 1 else shard
+    return DeviceMesh._concatenate([mesh.world["replicate"], shard]) if reducer.mesh.ndim > 1 else shard
+
+
+def sum_exactly(experts: nn.Module, reducer: GradientReducer, mesh: DeviceMesh) -> None:
+    """Let ``experts``, which FSDP has sharded over ``mesh``, sum gradients as the exact ``reducer`` does."""
+    from torchtrain.plugins.exact_sums.exact_sums import ExactGradientReducer
+    from torchtrain_moe.exact import ExactExpertSums, Summand
+
+    assert isinstance(reducer, ExactGradientReducer)
+    assert isinstance(experts, Experts)
+    assert isinstance(experts, FSDPModule)
+    sums = ExactExpertSums(reducer.sums, mesh, reducer.param_dtype)
+    experts.as_summand = lambda weight, name: Summand.apply(weight, sums, name)
+    experts.set_custom_reduce_scatter(sums)
+    experts.set_all_reduce_hook(sums.after_all_reduce)
 
 
 def shard_experts(experts: Experts, group: DeviceMesh | None, tensor: DeviceMesh | None) -> None:
