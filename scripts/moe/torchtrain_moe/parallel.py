@@ -46,8 +46,9 @@ def check_run(degree: int, config: JobConfig, model: object, dims: ParallelDims)
     checkpointing = config.activation_checkpoint
     if degree > 1 and checkpointing.mode == "selective" and checkpointing.selective_option == "op":
         raise ConfigError(
-            f"{given}: activation_checkpoint.mode = 'selective' with selective_option = 'op' cannot repeat the "
-            "messages between ranks in a block; take selective_option = '2', or mode = 'full'"
+            f"{given}: activation_checkpoint.mode = 'selective' with selective_option = 'op' needs blocks that repeat "
+            "the operations of their forward in backward, and FSDP gathers a rank's experts, a group in a block, "
+            "in another way there; take selective_option = '2', or mode = 'full'"
         )
     for option, unset in (("recheck.interval", 0), ("replicas.lighthouse", "")):
         value = option_of_plugin(config, option) or unset
