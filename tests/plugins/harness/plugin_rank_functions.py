@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity import STEPS, Curve, build, train
+from parity import STEPS, Curve, build, full_weights, train
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
@@ -16,6 +16,7 @@ from torchtrain.distributed.mesh import Mesh, ParallelDims, resolve_parallel_dim
 from torchtrain.metrics.hooks import Hook, Hooks
 from torchtrain.models.initialization import layout_independent_init
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms import tensor_parallel
 from torchtrain.parallelisms.options import ActivationCheckpointConfig, ParallelismConfig
 from torchtrain.parallelisms.parallelize_llama import parallelize_llama
@@ -81,6 +82,33 @@ def train_mixture(config: JobConfig, shape: TransformerConfig, steps: int = STEP
     """``train`` a model of the package in ``scripts/moe``."""
     import_modules(["torchtrain_moe"])
     return train(config, shape, steps)
+
+
+def train_mixture_with_first_step(
+    config: JobConfig, shape: TransformerConfig, steps: int
+) -> tuple[Curve, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """``train_mixture``; returns the gradients of the first step, and the weights after it, too."""
+    import_modules(["torchtrain_moe"])
+    gradients: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
+
+    class FirstStep(Hook):
+        def after_gradients(self) -> None:
+            if not gradients:
+                named = [of for part in parts for of in part.named_parameters()]
+                gradients.update({full_name(name): p.grad.full_tensor().clone() for name, p in named})
+
+        def after_update(self) -> None:
+            if not weights:
+                weights.update(full_weights(parts))
+
+    def attach(train_step: TrainStep) -> None:
+        parts.extend(train_step.model.model_parts)
+        train_step.hooks = Hooks(FirstStep())
+
+    parts: list[Any] = []
+    curve = train(config, shape, steps, attach=attach)
+    return curve, gradients, weights
 
 
 def count_routers(config: JobConfig, shape: TransformerConfig, number: int = STEPS) -> torch.Tensor:
