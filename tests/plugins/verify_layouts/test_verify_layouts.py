@@ -1,5 +1,6 @@
 """torchtrain.verify_layouts reports no difference where there is none, and says what it has done."""
 
+import importlib
 import io
 import json
 import os
@@ -47,10 +48,8 @@ OF_FAMILIES = ("--job.import", "torchtrain_families")
 
 
 @pytest.fixture(autouse=True)
-def families_are_imported_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another test of this process may have imported them, and its registrations are gone."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "torchtrain_families"]:
-        monkeypatch.delitem(sys.modules, name)
+def _registered(_restore_registries: None) -> None:
+    importlib.reload(importlib.import_module("torchtrain_families"))  # the end of a test unregisters them
 
 
 def verify(*arguments: str, code: int = 0) -> list[dict[str, Any]]:
@@ -235,13 +234,6 @@ def test_options_of_the_command_are_those_without_a_section() -> None:
 
 @pytest.mark.parametrize("name", ["llama2", "llama3", "mistral", "qwen2", "qwen3", *FAMILIES])
 def test_small_model_of_each_flavor_can_be_built(name: str) -> None:
-    from torchtrain.config.registry import import_modules
-
-    import_modules(["torchtrain_families"])
-    if name not in MODELS:  # another test has unregistered them
-        from importlib import reload
-
-        reload(sys.modules["torchtrain_families"])
     for flavor in MODELS[name].flavors:
         config = build_model_config(ModelConfig(name=name, flavor=flavor), None, 128)
         small = small_model(config)
