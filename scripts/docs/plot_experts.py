@@ -17,7 +17,7 @@ def main(picture: str, *runs: str) -> None:
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     for axes, run in zip(panels, runs, strict=True):
-        title, _, folder = run.partition("=")
+        title, _, folder = run.rpartition("=")
         text = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8")
         lines = [line for line in map(json.loads, text.splitlines()) if "experts/load_0" in line]
         steps = [line["step"] for line in lines]
