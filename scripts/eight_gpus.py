@@ -149,7 +149,7 @@ def layouts_of_8b(dry_run: bool, ranks: int, work: Path, out: Path) -> Part:
             # It needs compiled blocks and symmetric memory, which a CPU does not have.
             "8B with async tensor parallelism": [*tensor_options, "--parallelism.enable_async_tensor_parallel"],
             "8B with context parallelism": [*model, "--training.local_batch_size=1", *degree("context", 2)],
-            "8B with a pipeline": [*model, *pipeline, *degree("pipeline", 2), *full_recomputation()],
+            "8B with a pipeline": [*model, *pipeline, *degree("pipeline", 2), "--activation_checkpoint.mode=full"],
         }
 
     def claims(rows: dict[str, dict[str, Any]]) -> list[Claim]:
@@ -169,11 +169,8 @@ def layouts_of_8b(dry_run: bool, ranks: int, work: Path, out: Path) -> Part:
 
 
 def degree(axis: str, number: int) -> list[str]:
+    """The option that gives ``axis``, one of ``AXES``, this degree."""
     return [f"--parallelism.{AXES[axis]}={number}"]
-
-
-def full_recomputation() -> list[str]:
-    return ["--activation_checkpoint.mode=full"]
 
 
 def divisions(ranks: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
@@ -261,10 +258,10 @@ def bits(dry_run: bool, ranks: int, work: Path) -> Part:
     model += ["--huggingface.export", "--huggingface.export_dtype=float32", "--report.no-enable"]
     half = ranks // 2
     families: dict[str, tuple[list[str], list[dict[str, int]]]] = {
-        "exact sums": ([], [{"shard": ranks}, {"replicate": 2, **({"shard": half} if half > 1 else {})}]),
+        "exact sums": ([], [{"shard": ranks}, {"replicate": 2, "shard": half}]),
         "grains": (
             ["--grains.tensor=2", "--grains.context=4"],
-            [{"tensor": 2, **({"context": 2, "shard": half // 2} if half > 1 else {})}, {"pipeline": 2, "shard": half}],
+            [{"tensor": 2, "context": min(2, half), "shard": half // 2}, {"pipeline": 2, "shard": half}],
         ),
     }
     if dry_run:

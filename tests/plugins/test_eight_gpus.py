@@ -23,9 +23,7 @@ ROOT = Path(__file__).parents[2]
 PARTS = ["machine", "speed", "layouts", "bits", "replicas", "checkpoint", "layouts-of-8B", "trained"]
 
 
-@pytest.mark.parametrize(
-    "parts", [["machine", "layouts"], pytest.param(PARTS, marks=pytest.mark.slow)], ids=["few", "all"]
-)
+@pytest.mark.parametrize("parts", [["machine"], pytest.param(PARTS, marks=pytest.mark.slow)], ids=["machine", "all"])
 def test_dry_run_says_what_holds(forked_ranks: dict[str, str], tmp_path: Path, parts: list[str]) -> None:
     python = forked_ranks["PYTHON_EXEC"]
     environment = {**forked_ranks, "PYTHON": python, "OUT": str(tmp_path), "WHEELS": "", "RANKS": "2"}
@@ -42,11 +40,11 @@ def test_dry_run_says_what_holds(forked_ranks: dict[str, str], tmp_path: Path, p
     assert {holds for holds, _ in claims.values()} == {"yes"}
     exact = "all-reduces of whole numbers are exact on each rank"
     assert claims[exact][1] == "3,072 elements, 0 wrong"
-    layouts = claims["each layout of 2 ranks trains the losses of a CPU, in float32"][1]
-    assert layouts.startswith("5 of 5; losses at most ")
     for part in PARTS:
         assert (f"| {part} | not known: not run | |" in page) == (part not in parts)
     if parts == PARTS:
+        layouts = claims["each layout of 2 ranks trains the losses of a CPU, in float32"][1]
+        assert layouts.startswith("5 of 5; losses at most ")
         assert "exact sums: shard=2 has the bits of one GPU" in claims
         assert "grains: tensor=2 has the bits of one GPU" in claims
         assert "a run of which a GPU is killed continues, and has the bits of an undisturbed one" in claims
