@@ -124,15 +124,9 @@ def documents(dry_run: bool, work: Path, calibration: Path) -> Part:
 
 def grains(dry_run: bool, work: Path) -> Part:
     """Exact sums, and grains: the same bits from run to run, and what they cost beside fast sums."""
-    model = ["--job.config_file=train_configs/llama3_1b.toml", *LOCAL_DATA]
-    model += [
-        "--training.steps=8",
-        "--metrics.log_freq=1",
-        "--training.seq_len=2048",
-        "--training.local_batch_size=2",
-        "--training.global_batch_size=4",
-    ]
-    model += ["--compile.no-enable", "--training.deterministic"]
+    model = ["--job.config_file=train_configs/llama3_1b.toml", *LOCAL_DATA, "--training.steps=8"]
+    model += ["--metrics.log_freq=1", "--training.seq_len=2048", "--training.local_batch_size=2"]
+    model += ["--training.global_batch_size=4", "--compile.no-enable", "--training.deterministic"]
     model += TINY if dry_run else ["--model.vocab_size=128256"]
     exact = [*model, "--training.sums=exact"]
     variants = {"fast": model, "exact": exact}

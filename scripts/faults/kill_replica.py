@@ -2,10 +2,10 @@
 
     python scripts/faults/kill_replica.py FOLDER --ranks 4 --job.config_file train_configs/debug_model.toml
 
-Each replica has so many ranks, on GPUs of its own if there are any. When both train, one rank of the second replica is
-killed (SIGKILL). The first one must continue; the second one is started again and joins it, then both are asked to stop
-and save. One job without replicas, on all of these GPUs, trains as many steps. Losses, gradient norms and all tensors
-of the checkpoint must have the same bits; otherwise the exit code is 1. Other options are those of the run.
+Each replica has ``--ranks`` ranks, on GPUs of its own if there are any. When both train, one rank of the second replica
+is killed (SIGKILL). The first one must continue; the second one is started again and joins it, then both are asked to
+stop and save. One job without replicas, on all of these GPUs, trains as many steps. Losses, gradient norms and all
+tensors of the checkpoint must have the same bits; otherwise the exit code is 1. Other options are those of the run.
 """
 
 import argparse
