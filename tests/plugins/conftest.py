@@ -1,5 +1,6 @@
 """Fixtures of the tests of plugins."""
 
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,3 +42,15 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
         (tmp_path / f"{name}.py").write_text(text)
 
     return write
+
+
+@pytest.fixture
+def example_families(_restore_registries: None) -> None:
+    """Registers the example families again: the end of each test unregisters them."""
+    importlib.reload(importlib.import_module("torchtrain_families"))
+
+
+@pytest.fixture
+def mixtures_of_experts(_restore_registries: None) -> None:
+    """Registers the mixtures of experts again: the end of each test unregisters them."""
+    importlib.reload(importlib.import_module("torchtrain_moe"))

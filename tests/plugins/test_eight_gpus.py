@@ -58,6 +58,7 @@ def test_layouts_are_all_divisions_of_the_ranks() -> None:
     assert {"shard=8", "pipeline=8", "replicate=2,context=2,tensor=2"} <= set(layouts)
 
 
+@pytest.mark.usefixtures("mixtures_of_experts")
 @pytest.mark.parametrize(("script", "ranks"), [(eight_gpus, 8), (first_hour, 1)], ids=["eight", "one"])
 def test_options_of_each_run_are_accepted_on_a_gpu(script: ModuleType, ranks: int, tmp_path: Path) -> None:
     """None of the runs of a rented machine ends before its first step because of its options."""

@@ -1,6 +1,5 @@
 """The families of the package in scripts/families compute what transformers does, the same on every layout."""
 
-import importlib
 import os
 import re
 import shutil
@@ -36,6 +35,7 @@ from torchtrain.models.options import ModelConfig, ModelOverrides, MupConfig
 from torchtrain.models.spec import build_model, flops_per_token
 from torchtrain.plugins.huggingface.config import config_from_hf, hf_format
 
+pytestmark = pytest.mark.usefixtures("example_families")
 PACKAGE = ROOT / "scripts/families"
 MULTIPLIERS = {
     "embedding_multiplier": 3.0,
@@ -75,11 +75,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered(_restore_registries: None) -> None:
-    importlib.reload(importlib.import_module("torchtrain_families"))  # the end of a test unregisters them
 
 
 def random_model(name: str, **changes: Any) -> Any:

@@ -40,16 +40,12 @@ from torchtrain.plugins.huggingface.config import config_from_hf, read_hf_config
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 from torchtrain.plugins.muon.muon import Muon, MuonOptions
 
+pytestmark = pytest.mark.usefixtures("mixtures_of_experts")
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"intermediate_size": 20}),
     "qwen3_moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 20, "head_dim": 12}),
 }
 LOSSES = {"batch_balance_weight": 0.5, "sequence_balance_weight": 0.3, "z_weight": 0.2, "bias_rate": 0.01}
-
-
-@pytest.fixture(autouse=True)
-def _registered(_restore_registries: None) -> None:
-    importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
 
 
 def random_model(name: str, **changes: Any) -> Any:

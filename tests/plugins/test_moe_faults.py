@@ -13,6 +13,7 @@ from draw_architecture import ROOT
 
 from torchtrain.verify_layouts import main
 
+pytestmark = pytest.mark.usefixtures("mixtures_of_experts")
 PACKAGE = ROOT / "scripts/moe/torchtrain_moe"
 CONFIG = """
 [model]
@@ -89,11 +90,6 @@ FAULTS = {
         "layers.0.feed_forward output",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def _registered(_restore_registries: None) -> None:
-    importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
 
 
 QUICK = ("router gradient not summed over ranks",)

@@ -1,6 +1,5 @@
 """Mixtures of experts on layouts, against a loop in float64 that is written by hand, and that against transformers."""
 
-import importlib
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from torchtrain.models.spec import build_model
 from torchtrain.optimizers.lr_schedule import LRSchedule
 from torchtrain.plugins.huggingface.safetensors_folder import save_hf
 
+pytestmark = pytest.mark.usefixtures("mixtures_of_experts")
 STEPS = 3
 LAYERS = 2
 LAYOUTS = [
@@ -42,11 +42,6 @@ LAYOUTS = [
     ("P2", 1),
     ("P2 S2", 2),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _registered(_restore_registries: None) -> None:
-    importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
 
 
 class Forward(NamedTuple):

@@ -13,12 +13,8 @@ from test_parallelism import layout
 from torch import Tensor
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
+pytestmark = pytest.mark.usefixtures("mixtures_of_experts")
 EXPERTS, TOP_K, SEQUENCES, SEQ = 8, 3, 4, 16
-
-
-@pytest.fixture(autouse=True)
-def _registered(_restore_registries: None) -> None:
-    importlib.reload(importlib.import_module("torchtrain_moe"))  # the end of a test unregisters them
 
 
 def router_of(**losses: float) -> Any:

@@ -1,6 +1,5 @@
 """torchtrain.verify_layouts reports no difference where there is none, and says what it has done."""
 
-import importlib
 import io
 import json
 import os
@@ -40,16 +39,12 @@ from torchtrain.plugins.verify_layouts.verdict import Comparison, Difference, co
 from torchtrain.plugins.verify_layouts.verification import Result
 from torchtrain.verify_layouts import main
 
+pytestmark = pytest.mark.usefixtures("example_families")
 ROOT = Path(__file__).parents[3]
 DEBUG = ("--job.config_file", str(ROOT / "train_configs/debug_model.toml"))
 TWO_LAYERS = ("--model.shape.n_layers", "2")
 FAMILIES = ("smollm3", "granite", "olmo2", "olmo3", "gemma3_text")
 OF_FAMILIES = ("--job.import", "torchtrain_families")
-
-
-@pytest.fixture(autouse=True)
-def _registered(_restore_registries: None) -> None:
-    importlib.reload(importlib.import_module("torchtrain_families"))  # the end of a test unregisters them
 
 
 def verify(*arguments: str, code: int = 0) -> list[dict[str, Any]]:
