@@ -156,10 +156,10 @@ def test_sigterm_during_the_start_leaves_no_rank_running() -> None:
 )
 def test_ranks_alone_report_a_signal_to_the_job(number: signal.Signals, code: int) -> None:
     rank = (
-        # Each line in one write: both ranks share the pipes.
-        "import os, signal, sys; stop = lambda *_: (os.write(2, b'stopped as requested\\n'), sys.exit(1))\n"
+        # Each line in one write: both ranks share the pipes. A rank that gets no signal ends with another exit code.
+        "import os, signal, sys, time; stop = lambda *_: (os.write(2, b'stopped as requested\\n'), sys.exit(1))\n"
         "signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop); os.write(1, b'ready\\n')\n"
-        "while True: signal.pause()"
+        "for _ in range(600): time.sleep(0.1)"
     )
     # A background process of a shell script ignores SIGINT, and its children inherit that.
     begin = (
@@ -173,13 +173,18 @@ def test_ranks_alone_report_a_signal_to_the_job(number: signal.Signals, code: in
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     ) as process:
         assert process.stdout is not None
         for _ in range(2):
             assert process.stdout.readline() == "ready\n"
         process.send_signal(number)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == code
+        try:
+            process.wait(120)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # it prints where it hangs
+        _, errors = process.communicate()
+    assert process.returncode == code, errors
     assert errors.splitlines() == ["stopped as requested"] * 2
 
 
