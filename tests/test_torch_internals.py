@@ -13,10 +13,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 import torch.distributed as dist
+from gloo_pool import GlooPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.optim.adamw import adamw
 
@@ -192,3 +193,18 @@ def test_private_functions_of_compiled_blocks() -> None:
     assert isinstance(internals.inductor_compiled_code, torch._ops.HigherOrderOperator)
     assert list(inspect.signature(partitioners.has_recomputable_rng_ops).parameters) == ["fx_g"]
     assert "has_recomputable_rng_ops(" in inspect.getsource(partitioners.min_cut_rematerialization_partition)
+
+
+def gather_result(first_groups: int) -> list[float]:
+    """Return the result of an operation on a sharded tensor."""
+    for _ in range(first_groups):
+        dist.new_group([0, 1])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Replicate()], src_data_rank=None)
+    return (tensor + 1).full_tensor().tolist()
+
+
+def test_meshes_of_an_earlier_process_group_are_forgotten(gloo: GlooPool) -> None:
+    """The first of two equal meshes has groups of other names, some of which exist for the second one, too."""
+    for first_groups in (3, 0):
+        assert gloo.run(4, gather_result, first_groups) == [list(range(1, 9))] * 4

@@ -34,6 +34,7 @@ NAMES = {
         "torch.distributed.tensor._utils",
         "the part of a tensor that a rank holds",
     ),
+    "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug", "forget meshes whose groups are destroyed"),
     "_streaming_load": ("torch.distributed._serialization", "read tensors from a connection"),
 }
 
@@ -88,6 +89,15 @@ def flight_record() -> list[dict[str, Any]]:
         if dump := getattr(c10d, name, None):
             entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ())
     return entries
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's cache of results of operations; call it when process groups are destroyed.
+
+    It finds a result by the ranks and the names of dimensions of a mesh. Results on a later mesh would be on an earlier
+    one, whose groups do not exist, or whose names are those of other groups now.
+    """
+    import_private("_clear_sharding_prop_cache", *NAMES["_clear_sharding_prop_cache"])()
 
 
 def __getattr__(name: str) -> Any:

@@ -95,6 +95,7 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
     import torch.distributed as dist
 
     from torchtrain.distributed.connections import gloo_backend
+    from torchtrain.torch_internals import forget_meshes
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -119,3 +120,4 @@ def _serve(connection: multiprocessing.connection.Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+                forget_meshes()

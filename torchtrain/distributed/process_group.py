@@ -15,7 +15,7 @@ from torchtrain.distributed.connections import check_interface, gloo_backend, ne
 from torchtrain.environment import require_ranks, require_threads
 from torchtrain.errors import ConfigError, StorageError
 from torchtrain.logging import logger
-from torchtrain.torch_internals import _get_default_store, all_groups, set_group_timeout
+from torchtrain.torch_internals import _get_default_store, all_groups, forget_meshes, set_group_timeout
 
 T = TypeVar("T")
 
@@ -164,6 +164,7 @@ def destroy_process_group() -> None:
     try:
         dist.barrier()
         dist.destroy_process_group()
+        forget_meshes()
         if store.add("ranks done", 1) == size:
             store.set("all ranks done", "")
         if rank == 0:

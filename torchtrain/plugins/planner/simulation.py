@@ -44,10 +44,10 @@ from torchtrain.plugins.planner.torch_internals import (
     FakeStore,
     FakeTensorMode,
     TorchDispatchMode,
-    _clear_sharding_prop_cache,
     _PipelineSchedule,
     _scoped_library,
 )
+from torchtrain.torch_internals import forget_meshes
 from torchtrain.trainer import TrainStep
 
 aten = torch.ops.aten
@@ -105,7 +105,7 @@ def simulated_process_group(rank: int, world_size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
-        _clear_sharding_prop_cache()
+        forget_meshes()
 
 
 class FakeAllocations(TorchDispatchMode):  # type: ignore[no-untyped-call]

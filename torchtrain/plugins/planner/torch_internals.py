@@ -19,7 +19,6 @@ NAMES = {
     "_resolve_process_group": ("torch.distributed.distributed_c10d", "the group of a functional collective"),
     "FSDPParamGroup": (f"{FSDP}._fsdp_param_group", "when FSDP gathers, reduces and waits"),
     "ShardingPropagator": ("torch.distributed.tensor._sharding_prop", "leave out DTensor's trial tensors"),
-    "_clear_sharding_prop_cache": ("torch.distributed.tensor.debug", "forget the meshes of a simulation"),
     "_PipelineSchedule": ("torch.distributed.pipelining.schedules", "static shapes, without a vote of the ranks"),
     "InferenceMode": ("torch.distributed.pipelining._utils", "shapes that need no warm-up, since 2.13"),
     "_scoped_library": ("torch.library", "a kernel that CPUs lack, during a simulation"),

@@ -220,6 +220,7 @@ def _run(rank: int, size: int, store: Path, modules: tuple[str, ...], timeout_se
     import torch.distributed as dist
 
     from torchtrain.distributed.connections import gloo_backend
+    from torchtrain.torch_internals import forget_meshes
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(size)}
@@ -227,6 +228,7 @@ def _run(rank: int, size: int, store: Path, modules: tuple[str, ...], timeout_se
     import_modules(modules)
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
     dist.init_process_group(
         gloo_backend(),
         init_method=f"file://{store}",
