@@ -92,7 +92,7 @@ FAULTS = {
 }
 
 
-QUICK = ("router gradient not summed over ranks",)
+QUICK = ("router gradient not summed over ranks", "balance loss of a batch by rank")
 
 
 @pytest.mark.parametrize("name", FAULTS)

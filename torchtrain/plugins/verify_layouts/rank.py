@@ -34,6 +34,7 @@ from torchtrain.trainer import TrainStep, initialize
 
 DOCUMENT_START = 1  # the token, with a document mask
 NOISE = 0.05
+NOT_SKIPPED = torch.zeros(())  # of the update of a step, in float32
 
 
 @dataclass
@@ -117,7 +118,7 @@ def train(
         ),
         optimizer,
         LRSchedule(config.lr_scheduler, config.optimizer.lr, steps),
-        cast(StepCheck, lambda *_: None),  # no step is skipped
+        cast(StepCheck, lambda *_: NOT_SKIPPED),
         max_norm=config.training.max_norm,
         wait_for_copies=lambda: None,
         hooks=Hooks(hook),
