@@ -6,6 +6,7 @@ first imported from this module, so that a command does not import what it does 
 
 import json
 from datetime import timedelta
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ MEMBERS = {
     "torch.distributed.ProcessGroupGloo._Options._timeout": "the same",
     "torch.distributed.tensor.parallel.RowwiseParallel._prepare_output_fn": "an embedding that waits for its result",
     "torch.distributed.tensor.parallel.PrepareModuleInput._prepare_input_fn": "gather only the first input of a module",
-    "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": "the V-shaped schedule on gloo",
+    "torch.distributed.pipelining.PipelineStage._get_init_p2p_neighbors_ops": "V-shaped pipelines on gloo; until 2.14",
+    f"{FSDP}._fsdp_state.FSDPState._root_post_backward_final_callback": "pipelines that accumulate shards, since 2.15",
     "torch._functorch.config.activation_memory_budget": "activation_checkpoint.mode = memory_budget",
     "torch._functorch.config.unsafe_treat_script_objects_as_zero_size": "the same with tensor parallelism, since 2.13",
     "torch._functorch.partitioners.has_recomputable_rng_ops": "a block without random numbers, compiled on a CPU",
@@ -100,6 +102,24 @@ def forget_meshes() -> None:
     import_private("_clear_sharding_prop_cache", *NAMES["_clear_sharding_prop_cache"])()
 
 
+@cache
+def allow_integer_reductions() -> None:
+    """Let FSDP reduce gradients in an integer dtype.
+
+    Since 2.15 it has autograd convert gradients to the dtype of the reduction, which is an error for integers.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    dtype: Any = getattr(FSDPParam, "unsharded_grad_dtype", None)
+    if dtype is not None:
+
+        def unsharded_grad_dtype(parameter: Any) -> torch.dtype | None:
+            reduced: torch.dtype | None = dtype.fget(parameter)
+            return reduced if reduced is None or reduced.is_floating_point else None
+
+        FSDPParam.unsharded_grad_dtype = property(unsharded_grad_dtype)  # type: ignore[attr-defined]  # since 2.15
+
+
 def __getattr__(name: str) -> Any:
     if name not in NAMES:
         raise AttributeError(f"{__name__} has no {name}")
@@ -111,4 +131,4 @@ def import_private(name: str, module: str, purpose: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (AttributeError, ImportError) as error:
-        raise ImportError(f"this PyTorch has no {module}.{name} ({purpose}); take 2.11 to 2.14") from error
+        raise ImportError(f"this PyTorch has no {module}.{name} ({purpose}); take 2.11 to 2.15") from error

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -86,6 +86,9 @@ class GradReducingStage(Stage):
         self.is_last_run = True  # whether this is the last run of the schedule in this step
         self._is_last = False  # whether the current backward is the last of this run
         stage.set_requires_gradient_sync = self._set_accumulation  # type: ignore[assignment]
+        # Since 2.15 torch's stage would leave all reductions to ``start_gradient_reduction``, for which FSDP must not
+        # have reduced a gradient before.
+        stage.set_manual_backward_finalization = lambda enabled: None  # type: ignore[assignment]  # noqa: ARG005
 
     def _set_accumulation(self, requires_gradient_sync: bool) -> None:
         is_last = self.is_last_run and (requires_gradient_sync or self._is_last)
@@ -93,7 +96,23 @@ class GradReducingStage(Stage):
 
     def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
         self._is_last = last_backward
+        self.submod.set_is_last_backward(False)  # type: ignore[operator]
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def start_gradient_reduction(self) -> None:
+        """Reduce what the last backward has left, and end it. Until 2.14 ``perform_reduce_grad`` does the same."""
+        module = cast(FSDPModule, self.submod)
+        module.set_is_last_backward(True)
+        module.set_reshard_after_backward(True)
+        self._set_accumulation(requires_gradient_sync=True)
+        root = fully_shard.state(module)  # type: ignore[attr-defined]
+        for state in root._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        root._root_post_backward_final_callback()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """The backward that has ended has waited, and the gradients are not scaled (``Pipeline``)."""
 
 
 class Pipeline:

@@ -28,7 +28,7 @@ from torchtrain.logging import logger
 from torchtrain.parallelisms.reduce_scatter import AllToAllReduceScatter, summands_of_all_ranks
 from torchtrain.plugins.exact_sums.options import ExactSumsConfig, GrainsConfig
 from torchtrain.plugins.exact_sums.tree import tree_sum
-from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter
+from torchtrain.torch_internals import DefaultReduceScatter, ReduceScatter, allow_integer_reductions
 
 HEADROOM_BITS = 6  # the largest summand may grow by this many bits from one step to the next
 SUM_BITS = 62  # usable bits of an int64; one is spare for rounding
@@ -46,6 +46,7 @@ class ExactGradientReducer(GradientReducer):
     def __init__(self, config: JobConfig, mesh: Mesh) -> None:
         # Always 2-D (replicate, shard), because FSDP accumulates microbatches in its reduce_dtype only with HSDP.
         super().__init__(mesh.hsdp, torch.int64, mesh.replicas)
+        allow_integer_reductions()
         self.state = self.sums = ExactSums(torch.device(mesh.world.device_type), mesh.replicas)
         self.param_dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
         self.transport = section_of(config, ExactSumsConfig).transport
