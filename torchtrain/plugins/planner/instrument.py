@@ -13,9 +13,13 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torchtrain.distributed.mesh import local
 from torchtrain.metrics.hooks import Hook
 from torchtrain.models.loss import OutputLoss
+from torchtrain.parallelisms.pipeline_llama import GradReducingStage
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
 from torchtrain.plugins.planner.torch_internals import FSDPParamGroup, ShardingPropagator
+
+# Since 2.15 the wait for the reduction of a stage's gradients is an action of its own.
+HAS_SPLIT_REDUCTION = hasattr(PipelineStage, "start_gradient_reduction")
 
 
 class RecorderHook(Hook):
@@ -119,6 +123,7 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
     receiving: list[tuple[list[dist.Work], list[tuple[int, int]]]] = []
     batch_p2p, wait_batch_p2p = schedules._batch_p2p, schedules._wait_batch_p2p
     backward, post_backward = PipelineStage.backward_one_chunk, FSDPParamGroup.post_backward
+    reduction = "start_gradient_reduction" if HAS_SPLIT_REDUCTION else "perform_reduce_grad"
     unsharding = {"module": "", "fsdp": True, "category": "gathered"}
     with (
         observe(torch.UntypedStorage, "resize_", recorder.resize),
@@ -132,7 +137,8 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
         observe(PipelineStage, "forward_one_chunk", partial(begin_chunk, "FORWARD")),
         patch.object(PipelineStage, "backward_one_chunk", observed_backward),
         observe(PipelineStage, "backward_weight_one_chunk", partial(begin_chunk, "BACKWARD_WEIGHT")),
-        observe(PipelineStage, "perform_reduce_grad", lambda stage, *_: begin_chunk("REDUCE_GRAD", stage, 0)),
+        observe(PipelineStage, reduction, lambda stage, *_: begin_chunk("REDUCE_GRAD", stage, 0)),
+        observe(GradReducingStage, reduction, lambda stage, *_: begin_chunk("REDUCE_GRAD", stage, 0)),
         patch.object(schedules, "_batch_p2p", observed_batch),
         patch.object(schedules, "_wait_batch_p2p", observed_wait),
         observe(OutputLoss, "__call__", phase_override="loss"),

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
+from torchtrain.plugins.planner.instrument import HAS_SPLIT_REDUCTION
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 from torchtrain.plugins.planner.recorder import Action, StepRecord
 
@@ -50,6 +51,8 @@ def repetition(schedule: str, ranks: int) -> int:
 
     With several stages a rank, the parameters that are gathered for an action depend on the actions around it.
     """
+    if HAS_SPLIT_REDUCTION:  # since 2.15 the buffers of the other schedules live as long as their messages take
+        return int(schedule == "1F1B")
     return {"1F1B": 1, "ZBVZeroBubble": 1, "Interleaved1F1B": ranks, "InterleavedZeroBubble": ranks}.get(schedule, 0)
 
 

@@ -35,7 +35,7 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.planner.compiled import simulated_inductor
-from torchtrain.plugins.planner.instrument import RecorderHook, instrument
+from torchtrain.plugins.planner.instrument import HAS_SPLIT_REDUCTION, RecorderHook, instrument
 from torchtrain.plugins.planner.operations import tensors_in
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
@@ -225,11 +225,13 @@ def simulate(
 def kept_bytes(pipeline: Pipeline, schedule: str) -> dict[str, int]:
     """Bytes by category that a rank's stages keep for each microbatch until the end of a run of ``schedule``.
 
-    PyTorch allocates the buffers in which it receives activations and gradients of all microbatches before the first. A
-    split backward also leaves the gradient of an input at that input. If it is of another stage of this rank, it takes
-    the place of the buffer.
+    Until 2.14, PyTorch allocates the buffers in which it receives activations and gradients of all microbatches before
+    the first. Since then it keeps the inputs of losses (of 1F1B). A split backward also leaves the gradient of an input
+    at that input. If it is of another stage of this rank, it takes the place of the buffer.
     """
     stages, hidden, own_rank = pipeline.pipeline_stages, pipeline.hidden.nbytes, pipeline.mesh.get_local_rank()
+    if HAS_SPLIT_REDUCTION:
+        return {"activations": hidden * sum(stage.is_last and not stage.is_first for stage in stages)}
     buffers = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     gradients = 0
     if "ZeroBubble" in schedule:
