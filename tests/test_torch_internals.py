@@ -23,6 +23,7 @@ from torch.optim.adamw import adamw
 
 import torchtrain.torch_internals as internals
 from torchtrain.distributed.connections import gloo_backend
+from torchtrain.distributed.process_group import destroy_process_group
 
 PACKAGE = Path(internals.__file__).parent
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -203,10 +204,18 @@ def gather_result(first_groups: int) -> list[float]:
         dist.new_group([0, 1])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     tensor = distribute_tensor(torch.arange(8.0), mesh, [Shard(0), Replicate()], src_data_rank=None)
-    return (tensor + 1).full_tensor().tolist()
+    gathered: list[float] = (tensor + 1).full_tensor().tolist()
+    return gathered
 
 
-def test_meshes_of_an_earlier_process_group_are_forgotten(gloo: GlooPool) -> None:
+def gather_on_two_process_groups(store: Path) -> tuple[list[float], list[float]]:
     """The first of two equal meshes has groups of other names, some of which exist for the second one, too."""
-    for first_groups in (3, 0):
-        assert gloo.run(4, gather_result, first_groups) == [list(range(1, 9))] * 4
+    rank, first = dist.get_rank(), gather_result(3)
+    destroy_process_group()
+    dist.init_process_group(gloo_backend(), init_method=f"file://{store}", rank=rank, world_size=4)
+    return first, gather_result(0)
+
+
+def test_meshes_of_an_earlier_process_group_are_forgotten(gloo: GlooPool, tmp_path: Path) -> None:
+    numbers = list(range(1, 9))
+    assert gloo.run(4, gather_on_two_process_groups, tmp_path / "store") == [(numbers, numbers)] * 4
