@@ -36,7 +36,10 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
 
     It has the command that installs what the plugin needs: an extra with the name of the plugin, in which "_" is "-".
     """
-    modules = [frame.f_globals.get("__name__", "").split(".") for frame, _ in walk_tb(error.__traceback__)]
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    if any(frame.f_code.co_name == "import_modules" for frame in frames):
+        return None  # of the registry: a module of the user has imported it
+    modules = [frame.f_globals.get("__name__", "").split(".") for frame in frames]
     plugins = [parts[2] for parts in modules if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2]
     package = (error.name or "").partition(".")[0]
     if not plugins or package in ("", "torchtrain"):

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from test_dependencies import PLUGINS, PROJECT, ROOT, names, packages_imported_by
 
+from torchtrain import verify_layouts
 from torchtrain.optional_packages import install_command
 
 FOLDERS = sorted(path.parent for path in PLUGINS.glob("*/__init__.py"))
@@ -56,6 +58,12 @@ def test_missing_package_is_named_with_the_command_that_installs_it(package: str
     assert message in found.stderr.replace("\n", " ")
     assert "Traceback" not in found.stderr
     assert found.returncode == 2
+
+
+def test_package_that_a_module_of_the_user_needs_is_no_package_of_a_plugin(modules: Callable[[str, str], None]) -> None:
+    modules("module_with_a_need", "import package_that_is_missing")
+    with pytest.raises(ModuleNotFoundError, match="package_that_is_missing"):
+        verify_layouts.main(["--job.import", "module_with_a_need"])
 
 
 @pytest.mark.slow  # .ci/core trains without these packages
