@@ -37,9 +37,11 @@ def missing_package(error: ModuleNotFoundError) -> ConfigError | None:
     It has the command that installs what the plugin needs: an extra with the name of the plugin, in which "_" is "-".
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    if any(frame.f_code.co_name == "import_modules" for frame in frames):
-        return None  # of the registry: a module of the user has imported it
-    modules = [frame.f_globals.get("__name__", "").split(".") for frame in frames]
+    names = [frame.f_globals.get("__name__", "") for frame in frames]
+    functions = [frame.f_code.co_name for frame in frames]
+    if ("torchtrain.config.registry", "import_modules") in zip(names, functions, strict=True):
+        return None  # a module of the user has imported it
+    modules = [name.split(".") for name in names]
     plugins = [parts[2] for parts in modules if parts[:2] == ["torchtrain", "plugins"] and len(parts) > 2]
     package = (error.name or "").partition(".")[0]
     if not plugins or package in ("", "torchtrain"):

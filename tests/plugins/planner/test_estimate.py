@@ -41,7 +41,6 @@ from torchtrain.plugins.planner import estimate_pool, search, simulation, summar
 from torchtrain.plugins.planner.allocator import Allocation, peak_reserved
 from torchtrain.plugins.planner.attention import SPEEDS, Kernel, attention_fraction, kernel_of
 from torchtrain.plugins.planner.hardware import GIB, GPUS, Efficiency
-from torchtrain.plugins.planner.instrument import HAS_SPLIT_REDUCTION
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation, collective, moved_bytes, work_of
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import CATEGORIES, Action, StepRecorder
@@ -56,6 +55,7 @@ from torchtrain.plugins.planner.request import resolve_gpu, resolve_model_config
 from torchtrain.plugins.planner.simulation import RankRecord, representative_ranks, simulate, simulate_steps
 from torchtrain.plugins.planner.summary import Estimate, RankMemory, StepCosts, estimate
 from torchtrain.plugins.planner.timing import CostModel, replay
+from torchtrain.plugins.planner.torch_internals import SINCE_2_15
 from torchtrain.trainer import Trainer
 
 ROOT = Path(__file__).parents[3]
@@ -558,7 +558,7 @@ def actions_of(schedule: str, ranks: int, count: int) -> dict[int, list[Action]]
     }
 
 
-@pytest.mark.skipif(HAS_SPLIT_REDUCTION, reason="since torch 2.15 all microbatches of these schedules are simulated")
+@pytest.mark.skipif(SINCE_2_15, reason="since torch 2.15 all microbatches of these schedules are simulated")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
 @pytest.mark.parametrize("schedule", SPLIT_SCHEDULES)
 def test_a_microbatch_and_the_one_that_represents_it_have_the_same_actions_around_them(

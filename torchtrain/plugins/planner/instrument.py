@@ -16,10 +16,7 @@ from torchtrain.models.loss import OutputLoss
 from torchtrain.parallelisms.pipeline_llama import GradReducingStage
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
-from torchtrain.plugins.planner.torch_internals import FSDPParamGroup, ShardingPropagator
-
-# Since 2.15 the wait for the reduction of a stage's gradients is an action of its own.
-HAS_SPLIT_REDUCTION = hasattr(PipelineStage, "start_gradient_reduction")
+from torchtrain.plugins.planner.torch_internals import SINCE_2_15, FSDPParamGroup, ShardingPropagator
 
 
 class RecorderHook(Hook):
@@ -123,7 +120,7 @@ def instrument(recorder: StepRecorder) -> Iterator[StepRecorder]:
     receiving: list[tuple[list[dist.Work], list[tuple[int, int]]]] = []
     batch_p2p, wait_batch_p2p = schedules._batch_p2p, schedules._wait_batch_p2p
     backward, post_backward = PipelineStage.backward_one_chunk, FSDPParamGroup.post_backward
-    reduction = "start_gradient_reduction" if HAS_SPLIT_REDUCTION else "perform_reduce_grad"
+    reduction = "start_gradient_reduction" if SINCE_2_15 else "perform_reduce_grad"
     unsharding = {"module": "", "fsdp": True, "category": "gathered"}
     with (
         observe(torch.UntypedStorage, "resize_", recorder.resize),

@@ -16,9 +16,9 @@ from typing import Any
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from torchtrain.parallelisms.pipeline_llama import Pipeline
-from torchtrain.plugins.planner.instrument import HAS_SPLIT_REDUCTION
 from torchtrain.plugins.planner.operations import WAIT_FOR_MESSAGE, Operation
 from torchtrain.plugins.planner.recorder import Action, StepRecord
+from torchtrain.plugins.planner.torch_internals import SINCE_2_15
 
 COMPUTATIONS = ("FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD")
 MESSAGES = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}  # the stage of the peer minus the own one
@@ -51,8 +51,8 @@ def repetition(schedule: str, ranks: int) -> int:
 
     With several stages a rank, the parameters that are gathered for an action depend on the actions around it.
     """
-    if HAS_SPLIT_REDUCTION:  # since 2.15 the buffers of the other schedules live as long as their messages take
-        return int(schedule == "1F1B")
+    if SINCE_2_15 and schedule != "1F1B":  # their buffers live as long as their messages
+        return 0
     return {"1F1B": 1, "ZBVZeroBubble": 1, "Interleaved1F1B": ranks, "InterleavedZeroBubble": ranks}.get(schedule, 0)
 
 

@@ -35,12 +35,13 @@ from torchtrain.parallelisms.microbatches import Microbatches
 from torchtrain.parallelisms.parallel_model import ParallelModel, build_parallel_model, initialize_buffers
 from torchtrain.parallelisms.pipeline_llama import Pipeline
 from torchtrain.plugins.planner.compiled import simulated_inductor
-from torchtrain.plugins.planner.instrument import HAS_SPLIT_REDUCTION, RecorderHook, instrument
+from torchtrain.plugins.planner.instrument import RecorderHook, instrument
 from torchtrain.plugins.planner.operations import tensors_in
 from torchtrain.plugins.planner.options import EstimateConfig
 from torchtrain.plugins.planner.recorder import Action, StepRecorder
 from torchtrain.plugins.planner.representative_ranks import pipeline_actions
 from torchtrain.plugins.planner.torch_internals import (
+    SINCE_2_15,
     FakeStore,
     FakeTensorMode,
     TorchDispatchMode,
@@ -230,7 +231,7 @@ def kept_bytes(pipeline: Pipeline, schedule: str) -> dict[str, int]:
     at that input. If it is of another stage of this rank, it takes the place of the buffer.
     """
     stages, hidden, own_rank = pipeline.pipeline_stages, pipeline.hidden.nbytes, pipeline.mesh.get_local_rank()
-    if HAS_SPLIT_REDUCTION:
+    if SINCE_2_15:
         return {"activations": hidden * sum(stage.is_last and not stage.is_first for stage in stages)}
     buffers = sum((not stage.is_first) + (not stage.is_last) for stage in stages)
     gradients = 0

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.pipelining import PipelineStage
+
 from torchtrain.torch_internals import FSDP, import_private
 
 if TYPE_CHECKING:  # a base class, which mypy must know
@@ -33,6 +35,9 @@ NAMES = {
         "the collectives that asynchronous tensor parallelism overlaps",
     ),
 }
+
+SINCE_2_15 = hasattr(PipelineStage, "start_gradient_reduction")
+"""Whether pipelines are those of PyTorch 2.15 or later."""
 
 SHARDING = "torch.distributed.tensor._sharding_prop"
 

@@ -34,7 +34,7 @@ from torchtrain.trainer import TrainStep, initialize
 
 DOCUMENT_START = 1  # the token, with a document mask
 NOISE = 0.05
-NOT_SKIPPED = torch.zeros(())  # of the update of a step, in float32
+NOT_SKIPPED = torch.zeros(())  # what a ``StepCheck`` returns after a good step; float32, also in ``Float64``
 
 
 @dataclass
