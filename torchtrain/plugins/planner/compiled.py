@@ -220,7 +220,9 @@ def fused_collectives(module: fx.GraphModule) -> set[fx.Node]:
     log = logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp")
     with (
         unset_fake_temporarily(),  # the graph's fake tensors have another mode than the simulation's
-        patch.object(torch.distributed, "is_nccl_available", lambda: True),  # the pass does nothing without NCCL
+        patch.object(torch.distributed, "is_nccl_available", lambda: True),  # the pass does nothing without NCCL,
+        # nor, since 2.15, without a GPU's symmetric memory
+        patch("torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group", lambda _: True),
         patch.object(log, "disabled", True),  # it warns of collectives that it cannot fuse
     ):
         if extra_pass is not None:  # the one of set_async_tensor_parallel

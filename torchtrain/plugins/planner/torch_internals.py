@@ -46,6 +46,7 @@ MEMBERS = {
     "torch._functorch.config.patch": "undo the memory budget of a simulation",
     f"{SHARDING}.ShardingPropagator._propagate_tensor_meta_non_cached": "leave out DTensor's trial tensors",
     f"{FSDP}._fsdp_param_group.FSDPParamGroup.wait_for_unshard": "when FSDP waits",
+    "torch.distributed._symmetric_memory.is_symm_mem_enabled_for_group": "collectives that the compiler would fuse",
     "torch._C._current_autograd_node": "forward or backward",
     "torch._ops.OpOverload": "kinds of operations",
     "torch._ops.OperatorBase": "kinds of operations",
