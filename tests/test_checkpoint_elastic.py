@@ -175,7 +175,7 @@ def test_each_rank_reads_the_bytes_that_it_loads_once(gloo: GlooPool, tmp_path: 
     [
         ((1, 1), (3, 1), False),  # test_resume_on_other_layouts.py has other changes of the layout
         ((2, 1), (4, 2), True),
-        ((4, 2), (2, 1), False),
+        pytest.param((4, 2), (2, 1), False, marks=pytest.mark.slow),
         pytest.param((2, 1), (4, 2), False, marks=pytest.mark.slow),
         pytest.param((4, 2), (2, 1), True, marks=pytest.mark.slow),
     ],

@@ -81,6 +81,7 @@ def test_document_masks_do_not_add_graphs(gloo: GlooPool, eager: Curve, backend:
     assert masked.losses != eager.losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", both_backends())
 def test_context_parallel_ranks_compile_one_graph(gloo: GlooPool, eager: Curve, backend: str) -> None:
     config = config_of(training=TRAINING, parallelism={"context_parallel_degree": 2}, compile={"enable": True})

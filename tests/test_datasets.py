@@ -204,6 +204,7 @@ assert train.main([*options, f"--data.path={tokens}", f"--job.dump_folder={folde
 """
 
 
+@pytest.mark.slow
 def test_standard_library_and_tokenized_data_need_neither_datasets_nor_pyarrow(tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(2000))))
     command = [sys.executable, "-c", WITHOUT_LIBRARIES_OF_FILE_FORMATS, str(tmp_path)]

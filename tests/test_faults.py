@@ -324,6 +324,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
     assert_same_end(tmp_path / "run", uninterrupted)
 
 
+@pytest.mark.slow
 def test_interrupted_validation_is_repeated_on_resume(tmp_path: Path) -> None:
     """The validation after a saved step."""
     resume_after_interrupted_validations(tmp_path)

@@ -134,7 +134,7 @@ def run_layout(
     [
         ("shard 2", ["1 rank"], False),
         ("tensor 2 x shard 2", ["pipeline 2"], True),
-        ("pipeline 2", ["shard 2"], True),
+        pytest.param("pipeline 2", ["shard 2"], True, marks=pytest.mark.slow),
         pytest.param("shard 4", ["1 rank", "pipeline 2"], False, marks=pytest.mark.slow),
         pytest.param("shard 4", ["context 2 x tensor 2"], True, marks=pytest.mark.slow),
         pytest.param("tensor 2 x shard 2", ["shard 4"], True, marks=pytest.mark.slow),

@@ -53,6 +53,7 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
         process.close()
 
 
+@pytest.mark.slow
 def test_8b_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker]) -> None:
     lowered, found = lower_config(workers("h100-80"), FOLDER / "llama3_8b.toml", "h100-80")
     assert found == []
@@ -137,7 +138,8 @@ def test_async_tensor_parallelism_in_float8_fuses_six_of_eight_collectives(
         }
 
 
-@pytest.mark.parametrize("mode", ["none", pytest.param("selective", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "selective"])
 def test_cudnn_attention_compiles_for_an_h100(workers: Callable[[str], fake_cuda.Worker], mode: str) -> None:
     """cuDNN is torch's first choice on an H100."""
     assert problems(lower_case(workers("h100-80"), Case("plain", mode), fault=fake_cuda.cudnn), "cudnn") == []

@@ -257,7 +257,9 @@ def train(
     return report
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name.endswith("waits for") else name for name in RUNS]
+)
 def test_trainer_has_no_races_and_waits_for_no_copy(gpu: fake_cuda.Worker, name: str, texts: Path) -> None:
     steps, options = RUNS[name]
     report = train(gpu, texts, options, steps=steps)
@@ -521,7 +523,7 @@ def overlaps(report: StreamReport, name: str, phase: str, kernel: str) -> list[i
 
 
 # Repeat others on more ranks or with another schedule.
-SLOW = ("one rank of a pipeline, bfloat16", "offload", "Interleaved1F1B", "one rank, bfloat16")
+SLOW = ("one rank of a pipeline, bfloat16", "offload", "Interleaved1F1B", "one rank, bfloat16", "tied 1F1B", "one rank")
 
 
 @pytest.mark.parametrize(

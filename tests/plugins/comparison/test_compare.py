@@ -827,6 +827,7 @@ def test_bitwise_runs_and_runs_with_too_little_in_common_have_verdicts_of_their_
     assert report["verdict"].startswith("no difference in 3 logged steps, which proves nothing: compare saved steps")
 
 
+@pytest.mark.slow
 def test_muon_and_averaged_weights_are_compared(tmp_path: Path) -> None:
     options = ("--checkpoint.enable", "--optimizer.name", "muon", "--ema.enable")
     a = run(tmp_path / "a", *options)

@@ -201,6 +201,7 @@ def scales_of_shards() -> AbstractContextManager[Any]:
     return patch.object(float8_scaling_utils, "tensor_to_scale", scale_of_shard)
 
 
+@pytest.mark.slow
 def test_scales_of_shards_are_detected(gloo: GlooPool, one_rank: Callable[[str, str], Run]) -> None:
     expected, expected_gradients = one_rank("tensorwise", "plain")
     [(curve, gradients), _] = run(gloo, "tensorwise", T2, "plain", scales_of_shards)

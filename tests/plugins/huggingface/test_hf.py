@@ -665,6 +665,7 @@ def context(folder: Path) -> int:
     return int(json.loads((folder / "config.json").read_text())["max_position_embeddings"])
 
 
+@pytest.mark.slow
 def test_export_keeps_the_context_length_of_the_initial_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
     source, run = tmp_path / "source", tmp_path / "run"

@@ -94,6 +94,7 @@ def test_config_and_tokenizer_by_url_train_as_local_ones(s3_server: S3Server, bu
     assert len(fetched.read_text().split()) == 4
 
 
+@pytest.mark.slow
 def test_hugging_face_folder_by_url_trains_as_a_local_one(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
     finish(tmp_path / "first", *STEPS, ranks=1)
     command = partial(

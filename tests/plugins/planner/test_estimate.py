@@ -166,8 +166,8 @@ def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
         (1, {}, "adamw", False),
         pytest.param(2, {}, "adamw", False, marks=pytest.mark.slow),
         pytest.param(2, {"tensor_parallel_degree": 2}, "adamw", False, marks=pytest.mark.slow),  # as the last one
-        (2, {"pipeline_parallel_degree": 2}, "adamw", False),
-        (2, {}, "muon", False),
+        pytest.param(2, {"pipeline_parallel_degree": 2}, "adamw", False, marks=pytest.mark.slow),
+        pytest.param(2, {}, "muon", False, marks=pytest.mark.slow),
         (2, {"tensor_parallel_degree": 2}, "adamw", True),
     ],
     ids=["one", "shard", "tensor", "pipeline", "muon", "averages and z-loss"],
@@ -359,6 +359,7 @@ def test_exact_sums_keep_eight_bytes_per_gradient_element() -> None:
     assert "reduce_scatter_base" not in traffic(exact, "shard")
 
 
+@pytest.mark.slow
 def test_peaks_differ_by_the_published_amounts() -> None:
     """8B on 8 GPUs, torchtitan #822: Adam's states, 2 x 4 N / 8; reshard never minus default, 31 blocks in bfloat16."""
 
@@ -584,7 +585,8 @@ def test_a_microbatch_and_the_one_that_represents_it_have_the_same_actions_aroun
         assert represented == set(few[rank])
 
 
-@pytest.mark.parametrize("schedule", [pytest.param("1F1B", marks=pytest.mark.slow), "Interleaved1F1B"])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_bubble_of_a_pipeline_is_that_of_theory(schedule: str) -> None:
     """(ranks - 1) / (chunks x microbatches) of the computation: https://arxiv.org/abs/2104.04473, section 2.2."""
     ranks, microbatches, chunks = 4, 4, STAGES_PER_RANK[schedule]
@@ -602,6 +604,7 @@ def test_bubble_of_a_pipeline_is_that_of_theory(schedule: str) -> None:
     assert waiting / computing == pytest.approx((ranks - 1) / (chunks * microbatches), rel=0.2)
 
 
+@pytest.mark.slow
 def test_unsharded_gradients_of_tensor_parallel_ranks_are_counted_by_rank() -> None:
     def gradients(tensor: int) -> float:
         parallelism = {"tensor_parallel_degree": tensor, "fsdp_gradient_accumulation": "unsharded"}
@@ -617,6 +620,7 @@ def without_module(operations: list[Operation]) -> list[Operation]:
     return [replace(o, module=re.sub(r"\d+", "", o.module) if o.fsdp or o.name == "wait" else "") for o in operations]
 
 
+@pytest.mark.slow
 def test_all_layers_are_simulated_if_they_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(summary, "simulate", cache(simulate))
     config = config_of(
@@ -781,7 +785,7 @@ HIDDEN = 2 * 2 * TINY.max_seq_len * TINY.dim  # bytes of the activations of a mi
             *({"recipe": "tensorwise", "enable_fsdp_float8_all_gather": False}, HIDDEN // 2, 4 + 7, 7 + 7),
             marks=pytest.mark.slow,
         ),
-        ({"recipe": "rowwise"}, HIDDEN, 4, 10),
+        pytest.param({"recipe": "rowwise"}, HIDDEN, 4, 10, marks=pytest.mark.slow),
     ],
 )
 def test_float8_under_tensor_parallelism_is_counted(

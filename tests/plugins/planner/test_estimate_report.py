@@ -157,9 +157,8 @@ def test_advice_for_a_run_that_does_not_fit_makes_it_fit() -> None:
     assert text.startswith("more GPUs alone are not enough, because activations and gathered parameters take the mem")
 
 
-@pytest.mark.parametrize(
-    "degrees", [pytest.param((), marks=pytest.mark.slow), ("--parallelism.data_parallel_shard_degree", "1")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("degrees", [(), ("--parallelism.data_parallel_shard_degree", "1")])
 def test_advice_names_the_number_of_gpus_that_are_enough(degrees: tuple[str, ...]) -> None:
     """Of a model whose states are most of its memory."""
     wide = [*OPTIONS, "--model.shape.dim=1024", "--model.shape.n_layers=2", "--training.seq_len=64"]
@@ -247,7 +246,8 @@ def few_layouts(use_terminal: Callable[[], object]) -> None:
     use_terminal()
 
 
-@pytest.mark.parametrize("columns", [80, *(pytest.param(other, marks=pytest.mark.slow) for other in (120, None))])
+@pytest.mark.slow
+@pytest.mark.parametrize("columns", [80, 120, None])
 def test_screen_of_a_search(tmp_path: Path, columns: int | None) -> None:
     """A line for each layout while it runs, and a table that fits 80 columns; that of the quick start has its form."""
     terminal = None if columns is None else Terminal(columns)

@@ -56,6 +56,7 @@ def searched(monkeypatch: pytest.MonkeyPatch, cores: int, after: Callable[[int],
         assert processes_of_search() == []
 
 
+@pytest.mark.slow
 def test_search_on_two_cores_finds_what_it_finds_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     processes = []
     two = searched(monkeypatch, 2, lambda _: processes.append(len(processes_of_search())))

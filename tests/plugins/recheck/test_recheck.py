@@ -120,6 +120,7 @@ UNCHANGED = [
             "parallelism": {"context_parallel_degree": 2, "data_parallel_shard_degree": 1},
         },
         id="context alone, grains",
+        marks=pytest.mark.slow,
     ),
     pytest.param(4, 8, {**EXACT, "parallelism": {"tensor_parallel_degree": 2}}, id="tensor", marks=pytest.mark.slow),
     pytest.param(4, 8, {"parallelism": {"context_parallel_degree": 2}}, id="context", marks=pytest.mark.slow),

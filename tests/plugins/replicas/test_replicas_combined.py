@@ -46,12 +46,10 @@ PARTS = {
 BORDERS = [(step, place) for place in ("all-reduce", "after the vote") for step in (6, 7)] + [(6, "in a save")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "step", "place"),
-    [
-        pytest.param(*case, marks=() if case == ("stages", 6, "all-reduce") else pytest.mark.slow)
-        for case in [(parts, *border) for parts in PARTS for border in BORDERS]
-    ],
+    [(parts, *border) for parts in PARTS for border in BORDERS],
 )
 def test_a_death_at_the_border_of_two_parts(
     parts: str, step: int, place: str, references: Any, started: Any, tmp_path: Path

@@ -101,6 +101,7 @@ class Unreachable(Kill):
         StateTransport.address = lambda _: f"{NOTHING_LISTENS}/checkpoint/"  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_only_a_replica_that_cannot_take_the_state_ends(references: Any, started: Any) -> None:
     options = ["--training.steps=20", "--replicas.max_discarded=2"]
     replicas = started(*options, "--replicas.collective_timeout_seconds=5", members=1)

@@ -68,7 +68,11 @@ def assert_close(entries: list[dict[str, Any]]) -> None:
     ("options", "layouts"),
     [
         ((*DEBUG, *TWO_LAYERS), ("tensor=2", "pipeline=2")),
-        ((*OF_FAMILIES, *TWO_LAYERS, "--model.name", "gemma3_text", "--data.document_mask"), ("context=2",)),
+        pytest.param(
+            (*OF_FAMILIES, *TWO_LAYERS, "--model.name", "gemma3_text", "--data.document_mask"),
+            ("context=2",),
+            marks=pytest.mark.slow,
+        ),
         ((*DEBUG, *TWO_LAYERS, "--optimizer.name", "muon", "--training.max_norm", "0.1"), ("shard=2",)),
     ],
     ids=["debug_model", "gemma3_text", "muon"],

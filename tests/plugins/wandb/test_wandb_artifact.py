@@ -70,6 +70,7 @@ def test_export_is_an_artifact_of_the_run(tmp_path: Path) -> None:
     assert len(artifacts(folder)) == 1
 
 
+@pytest.mark.slow
 def test_failure_does_not_end_the_run_and_the_next_start_logs_the_artifact(tmp_path: Path) -> None:
     options = (*config_in(tmp_path), "--training.steps", "2")
     output = finish(tmp_path, *options, ranks=1, hook=without_artifacts)
