@@ -72,7 +72,7 @@ def test_every_listed_member_exists(path: str) -> None:
 def test_missing_name_raises_an_import_error_that_names_it() -> None:
     with (
         patch.dict(internals.NAMES, missing=("torch.removed", "nothing")),
-        pytest.raises(ImportError, match=r"this PyTorch has no torch.removed.missing \(nothing\); take 2.11 to 2.14"),
+        pytest.raises(ImportError, match=r"this PyTorch has no torch.removed.missing \(nothing\); take 2.11 to 2.15"),
     ):
         _ = internals.missing
 

@@ -131,4 +131,4 @@ def import_private(name: str, module: str, purpose: str) -> Any:
     try:
         return getattr(import_module(module), name)
     except (AttributeError, ImportError) as error:
-        raise ImportError(f"this PyTorch has no {module}.{name} ({purpose}); take 2.11 to 2.14") from error
+        raise ImportError(f"this PyTorch has no {module}.{name} ({purpose}); take 2.11 to 2.15") from error
