@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 from pages import python_blocks
 from test_own_model import write_modules
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from torchtrain.config.parse import parse
 from torchtrain.config.registry import MODELS
@@ -299,6 +302,22 @@ def test_float64_mode_widens_conversions_and_new_tensors() -> None:
         assert torch.zeros(1, dtype=torch.int64).dtype is torch.int64
         assert torch.arange(2).float().dtype is torch.float64
     assert x.float().dtype is torch.float32
+
+
+@pytest.mark.parametrize("backward", [Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+def test_float64_mode_is_on_in_what_a_checkpoint_computes_again(backward: Callable[..., Any]) -> None:
+    computed: list[torch.dtype] = []
+
+    def narrow(x: Tensor) -> Tensor:
+        computed.append(x.float().dtype)
+        return x.sin()
+
+    x = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    with Float64():
+        y = checkpoint(narrow, x, use_reentrant=False)
+        backward(y, x) if backward is torch.autograd.grad else backward(y)
+        assert torch.ones(1).float().dtype is torch.float64
+    assert computed == [torch.float64] * 2
 
 
 def record(values: dict[str, Any], grad_norm: float = 1.0) -> RankRecord:

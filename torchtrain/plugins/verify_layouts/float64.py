@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 NARROW = (torch.float32, torch.bfloat16, torch.float16)
 CONVERSIONS: tuple[Callable[..., Any], ...] = (Tensor.float, Tensor.bfloat16, Tensor.half)
+BACKWARDS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 
 class Float64(TorchFunctionMode):
@@ -22,10 +24,22 @@ class Float64(TorchFunctionMode):
     ) -> Any:
         if func in CONVERSIONS:
             return args[0].double()
-        if kwargs:
-            kwargs = {key: _wide(value) for key, value in kwargs.items()}
-            return func(*map(_wide, args), **kwargs)
-        return func(*map(_wide, args))
+        kwargs = {key: _wide(value) for key, value in (kwargs or {}).items()}
+        if func in BACKWARDS:
+            with patch("torch.autograd._engine_run_backward", self._wrap(torch.autograd._engine_run_backward)):  # type: ignore[attr-defined]
+                return func(*args, **kwargs)
+        return func(*map(_wide, args), **kwargs)
+
+    def _wrap(self, engine: Callable[..., Any]) -> Callable[..., Any]:
+        """Turn this mode on again for ``engine``, or else a checkpoint would recompute activations without it: PyTorch
+        turns a mode off while it handles a function.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return engine(*args, **kwargs)
+
+        return run
 
 
 def _wide(value: Any) -> Any:
