@@ -240,6 +240,8 @@ class Stream:
         self.number = next(RUNTIME.numbers) if number is None else number
         self.name = stream_name(self.device.index, self.number)
         RUNTIME.streams[self.device.index, self.number] = self
+        # FSDP reads these since PyTorch 2.15; the last one is the number of CUDA.
+        self.stream_id, self.device_index, self.device_type = self.number, self.device.index, 1
 
     def wait_stream(self, stream: "Stream") -> None:
         self.wait_event(stream.record_event())
