@@ -5,14 +5,16 @@ are replicated on the first and the last stage. Both replicas start with the sam
 so they stay identical.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
@@ -64,8 +66,20 @@ def build_stage(model: DecoderConfig, layers: range, *, first: bool, last: bool)
     return stage
 
 
+def gradients_to_assign(
+    grad: Callable[..., tuple[Tensor, ...]], outputs: Any, inputs: Sequence[GradientEdge], **options: Any
+) -> tuple[Tensor, ...]:
+    """Gradients by ``grad``, which is ``torch.autograd.grad``, in dtypes in which their parameters take them.
+
+    With FSDP this is since 2.15 the dtype of the reduction, to which only ``torch.autograd.backward`` converts.
+    """
+    gradients = grad(outputs, inputs, **options)
+    parameters: list[Any] = [edge.node.variable for edge in inputs]  # type: ignore[attr-defined]
+    return tuple(g if p.grad_dtype is None else g.to(p.grad_dtype) for g, p in zip(gradients, parameters, strict=True))
+
+
 class Stage(PipelineStage):
-    """``PipelineStage`` that skips messages from a rank to itself in the initial P2P exchange.
+    """``PipelineStage`` whose backward of weights works in mixed precision, and which sends itself nothing at first.
 
     Under the V-shaped schedule one rank holds two neighboring stages, and gloo cannot send from a rank to itself. Only
     torch 2.11 does this exchange.
@@ -73,6 +87,12 @@ class Stage(PipelineStage):
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        if backward_type != "weight":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        with patch.object(torch.autograd, "grad", partial(gradients_to_assign, torch.autograd.grad)):
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
 
 class GradReducingStage(Stage):
