@@ -280,7 +280,8 @@ def test_config_keeps_what_a_layout_changes_and_names_what_it_replaces() -> None
     ]
     assert (found.training.steps, found.training.tokens, found.training.seq_len) == (3, "", 64)
     assert (found.training.max_norm, found.training.z_loss_weight) == (0.5, 1e-4)
-    assert (found.training.mixed_precision_param, found.training.loss_chunk_tokens) == ("float64", 64)
+    assert found.training.mixed_precision_param == "float64"
+    assert found.training.loss_chunk_tokens == (64 if torch.__version__ >= "2.13" else -1)  # some layouts need 2.13
     assert model.dim == 64
     found, model, _ = verified_config(config, as_is=True, steps=3)
     assert (found.training.seq_len, model.dim, model.n_layers) == (128, 256, 6)
