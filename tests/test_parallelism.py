@@ -15,12 +15,14 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from parity import TINY, Curve, assert_same_run, config_of, train
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.parallelisms.pipeline_llama import gradients_to_assign
 
 # As many key/value heads as the largest tensor degree, and twice as many query heads.
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=104)
@@ -341,3 +343,14 @@ def test_bfloat16_runs_that_learn_stay_within_the_noise_of_splits(gloo: GlooPool
     means = {axis: geometric_mean(values) for axis, values in ratios.items()}
     assert max(means.values()) < 1.5, means
     assert max(times_farthest.values()) <= 6, times_farthest
+
+
+def test_backward_of_weights_assigns_gradients_in_the_dtype_that_parameters_take() -> None:
+    """FSDP sets it to that of the reduction, since PyTorch 2.15."""
+    weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    weight.grad_dtype = torch.float32
+    result = weight * 2
+    edges = [get_gradient_edge(weight)]
+    (gradient,) = gradients_to_assign(torch.autograd.grad, result, edges, grad_outputs=torch.ones_like(result))
+    weight.grad = gradient
+    assert torch.equal(gradient, torch.full((2,), 2.0))

@@ -73,7 +73,8 @@ def gradients_to_assign(
 
     With FSDP this is since 2.15 the dtype of the reduction, to which only ``torch.autograd.backward`` converts.
     """
-    gradients = grad(outputs, inputs, **options)
+    with patch.object(torch.autograd, "grad", grad):  # PyTorch passes its function on by this name
+        gradients = grad(outputs, inputs, **options)
     parameters: list[Any] = [edge.node.variable for edge in inputs]  # type: ignore[attr-defined]
     return tuple(g if p.grad_dtype is None else g.to(p.grad_dtype) for g, p in zip(gradients, parameters, strict=True))
 
