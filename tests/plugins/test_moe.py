@@ -6,8 +6,10 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
+from functools import cache, partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3MoeConfig", {"moe_intermediate_size": 20, "head_dim": 12}),
 }
 LOSSES = {"batch_balance_weight": 0.5, "sequence_balance_weight": 0.3, "z_weight": 0.2, "bias_rate": 0.01}
+TWO_LAYERS: dict[str, Any] = {"changes": {"n_layers": 2, **LOSSES}}
 
 
 def random_model(name: str, **changes: Any) -> Any:
@@ -76,10 +79,17 @@ def ours_as_theirs(gradients: dict[str, Tensor], name_of: Any) -> dict[str, Tens
     return found
 
 
+QUICK = (("olmoe", 16, False), ("qwen3_moe", 64, True))
+
+
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("experts", [16, 64])
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(
+    ("name", "experts", "normalize"),
+    [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+        for case in product(FAMILIES, (16, 64), (False, True))
+    ],
+)
 def test_family_computes_what_transformers_does(tmp_path: Path, name: str, experts: int, normalize: bool) -> None:
     """Logits, loss, gradients, generated tokens, and the folder that an export writes."""
     keys = {"num_experts": experts, "num_experts_per_tok": 4, "norm_topk_prob": normalize}
@@ -165,16 +175,22 @@ def run(gloo: GlooPool, text: str, name: str, experts: int = 1, steps: int = 3, 
     return gloo.run(ranks, train_mixture, config, tiny(name, **changes), steps)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("text", ["S2", "T2", "C2", "P2"])
-def test_layout_matches_one_rank(gloo: GlooPool, text: str) -> None:
-    (reference,) = run(gloo, "S1", "olmoe")
-    assert_same_run(run(gloo, text, "olmoe"), reference)
+@pytest.fixture(scope="module")
+def reference(gloo: GlooPool) -> Callable[[], list[Curve]]:
+    """Returns the run on one rank, which is trained once, after the models are registered."""
+    return cache(partial(run, gloo, "S1", "olmoe", **TWO_LAYERS))
 
 
-@pytest.mark.parametrize("text", ["S2", "C2"])
+# By default, test_moe_layouts.py has a layout with shards.
+@pytest.mark.parametrize("text", ["T2", "P2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("S2", "C2"))])
+def test_layout_matches_one_rank(gloo: GlooPool, text: str, reference: Callable[[], list[Curve]]) -> None:
+    assert_same_run(run(gloo, text, "olmoe", **TWO_LAYERS), *reference())
+
+
+@pytest.mark.parametrize("text", ["C2", pytest.param("S2", marks=pytest.mark.slow)])
 def test_expert_parallelism_matches_one_rank(gloo: GlooPool, text: str) -> None:
-    (reference,) = run(gloo, "S1", "qwen3_moe")
-    assert_same_run(run(gloo, text, "qwen3_moe", experts=2), reference)
+    (reference,) = run(gloo, "S1", "qwen3_moe", **TWO_LAYERS)
+    assert_same_run(run(gloo, text, "qwen3_moe", experts=2, **TWO_LAYERS), reference)
 
 
 SLOW_LAYOUTS = {
@@ -228,7 +244,7 @@ def test_tensor_parallelism_without_sequence_parallelism_matches_one_rank(gloo: 
     [("S2", 2), *(pytest.param(t, n, marks=pytest.mark.slow) for t, n in (("T2", 1), ("R2 S2", 2)))],
 )
 def test_muon_on_a_layout_matches_one_rank(gloo: GlooPool, text: str, experts: int) -> None:
-    options: Any = {"sections": {"optimizer": {"name": "muon"}}, "changes": {"n_layers": 2, **LOSSES}}
+    options: Any = {"sections": {"optimizer": {"name": "muon"}}, **TWO_LAYERS}
     (reference,) = run(gloo, "S1", "olmoe", **options)
     curves = run(gloo, text, "olmoe", experts=experts, **options)
     assert_same_run(curves, reference)
@@ -254,9 +270,8 @@ def test_muon_updates_each_expert_as_a_matrix_of_its_own() -> None:
     torch.testing.assert_close(stacked, torch.stack(updated(*gradient)))
 
 
-def test_microbatches_change_nothing(gloo: GlooPool) -> None:
-    (reference,) = run(gloo, "S1", "olmoe")
-    assert_same_run(run(gloo, "S1", "olmoe", training={"local_batch_size": 2}), reference)
+def test_microbatches_change_nothing(gloo: GlooPool, reference: Callable[[], list[Curve]]) -> None:
+    assert_same_run(run(gloo, "S1", "olmoe", training={"local_batch_size": 2}, **TWO_LAYERS), *reference())
 
 
 @pytest.mark.parametrize(
@@ -310,7 +325,7 @@ def test_run_resumes_with_another_expert_degree(tmp_path: Path) -> None:
 def run_exactly(gloo: GlooPool, text: str, experts: int, **training: Any) -> list[Curve]:
     """``run`` with exact sums. Two rows in each microbatch, on every layout."""
     training = {"sums": "exact", "local_batch_size": 2, **training}
-    return run(gloo, text, "olmoe", experts, training=training, changes={"n_layers": 2, **LOSSES})
+    return run(gloo, text, "olmoe", experts, training=training, **TWO_LAYERS)
 
 
 EXACT_LAYOUTS = [("S2", 1), ("S2", 2), ("S4", 1), ("S4", 2), ("S4", 4), ("R2 S2", 2), ("R4", 1), ("P2 S2", 2)]
@@ -375,7 +390,7 @@ def test_each_layout_reads_and_writes_the_matrices_of_experts(
 
 
 def test_package_that_is_installed_trains_with_its_config(tmp_path: Path) -> None:
-    """The files of an installation by pip of both packages, on two ranks that divide the experts."""
+    """The files of an installation by pip of both packages, whose metadata has the entry points of pyproject.toml."""
     for name in ("families", "moe"):
         folder = ROOT / "scripts" / name
         project = tomli.loads((folder / "pyproject.toml").read_text())["project"]
@@ -390,7 +405,7 @@ def test_package_that_is_installed_trains_with_its_config(tmp_path: Path) -> Non
         shutil.copytree(folder / f"torchtrain_{name}", tmp_path / f"site/torchtrain_{name}")
     config = (ROOT / "scripts/moe/debug_moe.toml").read_text()
     (tmp_path / "config.toml").write_text(
-        config.replace("steps = 200", "steps = 4").replace("log_freq = 20", "log_freq = 1")
+        config.replace("steps = 200", "steps = 2").replace("log_freq = 20", "log_freq = 1")
     )
     options = ["--job.config_file=config.toml", "--job.dump_folder=run", "--training.seq_len=32"]
     options += [
@@ -399,19 +414,13 @@ def test_package_that_is_installed_trains_with_its_config(tmp_path: Path) -> Non
         "--model.shape.ffn_dim=32",
         "--checkpoint.no-enable",
     ]
-    command = ["-m", "torchtrain.train", *options, "--moe.expert_parallel_degree=2", "--training.local_batch_size=2"]
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", *command],
-        cwd=tmp_path,
-        env=environment,
-        text=True,
-        capture_output=True,
-    )
+    command = [sys.executable, "-m", "torchtrain.train", *options]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, text=True, capture_output=True)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "experts/load_max" in line]
-    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    assert [line["step"] for line in steps] == [1, 2]
     assert all(line["experts/dropped_tokens"] == 0 for line in steps)
     assert all(line["experts/load_max"] >= 1 >= line["experts/load_min"] for line in steps)
 

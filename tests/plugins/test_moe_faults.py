@@ -92,17 +92,17 @@ FAULTS = {
 }
 
 
-QUICK = ("router gradient not summed over ranks", "balance loss of a batch by rank")
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_can_be_planted(name: str) -> None:
     fault = FAULTS[name]
     assert (PACKAGE / fault.file).read_text().count(fault.old) == 1
 
 
+QUICK = "balance loss of a batch by rank"  # noticed in the second step
+
+
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
+    "name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in FAULTS]
 )
 def test_fault_is_named(modules: Callable[[str, str], None], tmp_path: Path, name: str) -> None:
     fault = FAULTS[name]

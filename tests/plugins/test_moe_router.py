@@ -110,7 +110,7 @@ def test_forward_without_backward_and_one_that_is_repeated_are_counted_once() ->
     assert router.totals[-1] == 5
 
 
-@pytest.mark.parametrize(("text", "experts"), [("S1", 1), ("S2", 2)])
+@pytest.mark.parametrize(("text", "experts"), [("S2", 2), pytest.param("S1", 1, marks=pytest.mark.slow)])
 def test_skipped_step_changes_neither_loads_nor_biases(gloo: GlooPool, text: str, experts: int) -> None:
     """The gradient of step 2 is not finite."""
     ranks, degrees = layout(text)
@@ -134,7 +134,10 @@ def test_step_that_is_computed_again_is_counted_once(gloo: GlooPool) -> None:
     assert totals[:, :EXPERTS].sum(1).tolist() == [8 * 16 * TOP_K] * 2
 
 
-@pytest.mark.parametrize(("text", "experts"), [("S2", 2), ("T2", 1), pytest.param("C2", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("text", "experts"),
+    [("S2 T2", 2), *(pytest.param(*of, marks=pytest.mark.slow) for of in (("S2", 2), ("T2", 1), ("C2", 2)))],
+)
 def test_metrics_do_not_depend_on_the_layout(gloo: GlooPool, text: str, experts: int) -> None:
     def counted(text: str, experts: int) -> list[Tensor]:
         ranks, degrees = layout(text)
