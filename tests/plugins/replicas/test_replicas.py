@@ -49,37 +49,38 @@ MUON = [
     "--validation.steps=1",
 ]
 SLOW = Kill(slow_seconds=0.05)
-# Enough for a death, a return, and a checkpoint. The default tests share the reference of this run.
+# Enough for a death, a return, and a checkpoint.
 NINE = ["--training.steps=9", "--lr_scheduler.total_steps=9"]
+# Of two replicas, in few microbatches. The default tests share the reference of this run.
+QUICK = [*NINE, "--training.local_batch_size=3", "--training.mixed_precision_param=float32"]
+RECHECK = ["--recheck.interval=1", "--recheck.on_wrong_rank=stop"]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_deaths_change_no_bit(device: str, references: Any, started: Any) -> None:
-    """On a GPU, which both replicas share, sums and states pass through pinned memory."""
-    options = [*NINE, "--job.device=cuda", "--training.deterministic"] if device == "cuda" else NINE
-    replicas = started(*options, members=2)
-    replicas.start("0", Kill(4, "all-reduce"))
-    replicas.start("1", Kill(7, "after the vote"))
-    for replica in ("0", "1"):
+    """Of replicas of two ranks; on a GPU, which both replicas share, sums and states pass through pinned memory."""
+    options, checks, ranks = QUICK, RECHECK, 2
+    if device == "cuda":
+        options, checks, ranks = [*NINE, "--job.device=cuda", "--training.deterministic"], [], 1
+    replicas = started(*options, *checks, ranks=ranks, members=2)
+    replicas.start("1", Kill(4, "all-reduce"))
+    replicas.start("0", Kill(5, "in a save"))
+    for replica in ("1", "0"):
         replicas.wait_for_death(replica)
         replicas.start(replica)
-    assert replicas.wait() == {"0": [0], "1": [0]}, replicas.output()
+    assert replicas.wait() == {"0": [0] * ranks, "1": [0] * ranks}, replicas.output()
     assert differences(replicas.folder, references(*options)) == []
     # A death in the sum of gradients discards the step of those that are left. Which of them writes the line depends on
     # who was a member: so look into all files.
     found = [event for folder in (replicas.folder, *replicas.folder.glob("replicas/*")) for event in events(folder)]
     assert {"replica_left", "replica_joined", "step_discarded"} <= set(found)
     assert events(replicas.folder).count("start") == 1
+    assert "wrong_replica" not in found  # one that joins has the state of the others
 
 
-@pytest.mark.parametrize(
-    ("place", "layout"),
-    [
-        pytest.param(place, layout, marks=() if (place, layout) == ("in a save", "fsdp") else pytest.mark.slow)
-        for place in PLACES
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("place", PLACES)
 def test_a_death_anywhere_in_a_step_changes_no_bit(place: str, layout: str, references: Any, started: Any) -> None:
     ranks, options = LAYOUTS[layout]
     options = [*NINE, *options]
@@ -207,7 +208,7 @@ def test_the_metrics_of_replicas_that_share_only_a_bucket(
 
 
 def test_all_die_and_resume_from_the_checkpoint(references: Any, started: Any) -> None:
-    reference, replicas = references(*NINE), started(*NINE, members=2)
+    reference, replicas = references(*QUICK), started(*QUICK, members=2)
     for replica in "01":
         replicas.start(replica, SLOW)
     replicas.wait_until(lambda: replicas.step() >= 7)
@@ -223,10 +224,10 @@ def test_all_die_and_resume_from_the_checkpoint(references: Any, started: Any) -
     assert not [line for line in differences(replicas.folder, reference) if "in the run's metrics" not in line]
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_joiner_has_the_state_of_the_others(count: int, started: Any) -> None:
-    replicas = started(*NINE, "--recheck.interval=1", "--recheck.on_wrong_rank=stop", members=count)
-    names = [str(number) for number in range(count)]
+@pytest.mark.slow
+def test_a_joiner_has_the_state_of_the_others(started: Any) -> None:
+    """By a vote of three replicas."""
+    replicas, names = started(*NINE, *RECHECK), "012"
     for name in names:
         replicas.start(name, Kill(4, "after the vote") if name == "1" else None)
     replicas.wait_for_death("1")
@@ -262,7 +263,7 @@ class Stop(Kill):
 
 def test_the_leader_stops_in_the_step_of_a_slow_save(references: Any, started: Any) -> None:
     """It leaves before this save, so for the last one, of the same step, it cannot ask who is a member."""
-    reference, replicas = references(*NINE), started(*NINE, "--checkpoint.async_mode=disabled", members=2)
+    reference, replicas = references(*QUICK), started(*QUICK, "--checkpoint.async_mode=disabled", members=2)
     replicas.start("0", Stop(5, "before clipping"))
     replicas.start("1")
     assert replicas.wait() == {"0": [75], "1": [0]}, replicas.output()

@@ -18,6 +18,7 @@ BRIDGE_ADDRESS = f"{SUBNET}.254"
 NOTHING_LISTENS = "http://127.0.0.1:9"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 FOR_EVER = "--training.steps=100000"
+QUICK = ("--training.local_batch_size=3", "--training.mixed_precision_param=float32")
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ class Pod(Kill):
 
 
 def start(replicas: Replicas, number: int, host: str = "") -> None:
-    pod = Pod(namespace=NAMES[number], slow_seconds=0.03)
+    pod = Pod(namespace=NAMES[number], slow_seconds=0.1)
     replicas.start(str(number), pod, "--replicas.host", host or f"{SUBNET}.{number + 1}")
 
 
@@ -52,7 +53,7 @@ def last_step(replicas: Replicas, name: str) -> int:
 
 @pytest.mark.parametrize("rounds", [1, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])])
 def test_pods_join_die_and_join_again(rounds: int, pods: None, references: Any, started: Any) -> None:  # noqa: ARG001
-    replicas = started(FOR_EVER, "--replicas.on_stop=all", members=2, host=BRIDGE_ADDRESS)
+    replicas = started(FOR_EVER, *QUICK, "--replicas.on_stop=all", members=2, host=BRIDGE_ADDRESS)
 
     def both_train() -> None:
         before = replicas.step()
@@ -70,7 +71,7 @@ def test_pods_join_die_and_join_again(rounds: int, pods: None, references: Any, 
     replicas.kill("0", number=signal.SIGTERM)
     assert replicas.wait() == {"0": [75], "1": [75]}, replicas.output()
     end = last_step(replicas, "0")
-    assert differences(replicas.folder, references(f"--training.steps={end}")) == []
+    assert differences(replicas.folder, references(f"--training.steps={end}", *QUICK)) == []
 
 
 @pytest.mark.slow
