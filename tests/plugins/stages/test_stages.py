@@ -7,7 +7,6 @@ import shutil
 import signal
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -214,7 +213,7 @@ def batch_sizes(sizes: Sequence[int], begins: Sequence[int], total: int) -> dict
 def test_batch_sizes_begin_with_the_first_step_after_their_tokens() -> None:
     """Increasing and decreasing ones, also where a batch has no step because the one before is larger."""
     random = Random(0)
-    for _ in range(100):
+    for _ in range(25):
         sizes = [random.choice((1, 2, 4, 8, 16, 64)) for _ in range(random.randint(2, 5))]
         begins = [0, *sorted(random.sample(range(100, 50_000), len(sizes) - 1))]
         total = begins[-1] + random.randint(1, 10_000)
@@ -281,10 +280,10 @@ def options_of(section: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]
 def test_every_option_in_a_stage_has_an_effect_or_is_rejected() -> None:
     base = from_text(BASE + THREE, "test.toml")
     rejected: set[str] = set()
-    in_effect: Counter[str] = Counter()
+    in_effect: set[str] = set()
     for option, default, hint in options_of(command_line_type()()):
         for value in values_of(option, default, hint):
-            if in_effect[option] == 2:
+            if option in in_effect:
                 break
             table = {**base.stages[2], **nested({**set_options(base.stages[2]), option: value})}
             try:
@@ -297,11 +296,10 @@ def test_every_option_in_a_stage_has_an_effect_or_is_rejected() -> None:
             if option.endswith(".sources"):
                 found = [[{"path": changed[option][-1]["path"]}]]
             assert value in found, (option, value)
-            in_effect[option] += 1
-    found_in_effect = {option for option, count in in_effect.items() if count}
-    assert {"training.seq_len", "checkpoint.interval", "checkpoint.interval_tokens", "optimizer.lr"} <= found_in_effect
-    assert {"training.global_batch_size_schedule", "job.dump_folder", "ema.enable"} <= rejected - found_in_effect
-    assert len(found_in_effect) > 80
+            in_effect.add(option)
+    assert {"training.seq_len", "checkpoint.interval", "checkpoint.interval_tokens", "optimizer.lr"} <= in_effect
+    assert {"training.global_batch_size_schedule", "job.dump_folder", "ema.enable"} <= rejected - in_effect
+    assert len(in_effect) > 80
 
 
 @pytest.mark.parametrize("pair", [("checkpoint.interval", 500), ("validation.interval", 500)])
@@ -1188,12 +1186,12 @@ def test_complete_stage_is_not_called_a_complete_run(tmp_path: Path, sources: di
     """If the validation of its last step is found only when its trainer is built."""
     (tmp_path / "held_out.txt").write_text("some words\n" * 50)
     validation = ("--validation.enable", "--validation.path", str(tmp_path / "held_out.txt"))
-    options = ("--job.config_file", str(staged_config(tmp_path, sources)), *validation)
+    options = ("--job.config_file", str(staged_config(tmp_path, sources, (1, 1, 1))), *validation)
     finish(tmp_path / "run", *options, ranks=1)
-    for step in (4, 6, 8, 9):
+    for step in (2, 3):
         shutil.rmtree(tmp_path / f"run/checkpoint/step-{step}")
     output = finish(tmp_path / "run", *options, ranks=1, hook=no_validation_seen)
-    assert "stage 'main' is complete: step 3" in output
+    assert "stage 'main' is complete: step 1" in output
     assert output.count("the run is complete") == 0
 
 
@@ -1210,20 +1208,18 @@ def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
     assert built[0]() is None
 
 
-def test_run_killed_at_each_border_and_within_a_stage_ends_like_an_undisturbed_one(
-    tmp_path: Path, sources: dict[str, str]
-) -> None:
+def test_run_killed_at_each_border_ends_like_an_undisturbed_one(tmp_path: Path, sources: dict[str, str]) -> None:
     """With exact sums bitwise, also on other numbers of ranks."""
     exact = ["--training.sums", "exact"]
-    config = staged_config(tmp_path / "whole", sources)
+    config = staged_config(tmp_path / "whole", sources, (2, 1, 1))
     finish(tmp_path / "whole", "--job.config_file", str(config), *exact, ranks=1)
-    config = staged_config(tmp_path / "killed", sources)
+    config = staged_config(tmp_path / "killed", sources, (2, 1, 1))
     options = ["--job.config_file", str(config), *exact]
-    for ranks in (2, 1):  # after the first stage, then after the second
+    for ranks in (1, 2):  # after the first stage, then after the second
         run = ForkedRun(tmp_path / "killed", *options, ranks=ranks, hook=killed_at_border)
         assert run.wait() == [9] * ranks, run.output()
-    finish(tmp_path / "killed", *options, ranks=2)
-    for step in (3, 6, 9):
+    finish(tmp_path / "killed", *options, ranks=1)
+    for step in (2, 3, 4):
         ours, theirs = (saved_tensors(tmp_path / name, step) for name in ("killed", "whole"))
         assert different_tensors(ours, theirs) == [], f"step {step}"
     assert logged_losses(tmp_path / "killed") == logged_losses(tmp_path / "whole")
