@@ -14,6 +14,7 @@ import pytest
 import tomli
 import torch
 import transformers
+from data_samples import DOCUMENTS, write_jsonl
 from draw_architecture import ROOT
 from forked_run import CONFIG, finish, logged_losses
 from gloo_pool import GlooPool
@@ -96,6 +97,8 @@ def tiny(name: str) -> TransformerConfig:
 
 
 def test_package_registers_the_tested_families() -> None:
+    project = tomli.loads((PACKAGE / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["torchtrain.plugins"] == {"families": "torchtrain_families"}
     assert set(MODELS) - set(MODELS._core) == set(FAMILIES)
     for name in FAMILIES:
         assert hf_format(flavor_config(name, "debugmodel")).model_type == name
@@ -177,17 +180,17 @@ def run(gloo: GlooPool, text: str, name: str, **options: Any) -> list[Curve]:
     return gloo.run(ranks, train_example_family, config, tiny(name), 7)  # type: ignore[return-value]
 
 
-# Gradients of norms of queries and keys are summed over tensor-parallel ranks: olmo3's are those of olmo2.
-WITH_QK_NORMS = ("olmo2", "gemma3_text")
+# Gradients of norms of queries and keys are summed over tensor-parallel ranks. test_moe.py has those of olmo2.
+WITH_QK_NORMS = "gemma3_text"
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in WITH_QK_NORMS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "name", [name if name == WITH_QK_NORMS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
 def test_tensor_parallelism_matches_one_rank(gloo: GlooPool, name: str) -> None:
     """Norms of queries and keys, and those after a layer, have a gradient on each rank, of its heads or its tokens."""
     (reference,) = run(gloo, "S1", name)
-    for sequence in (True, False) if name == "gemma3_text" else (True,):  # whose norms by heads depend on it
+    for sequence in (True, False) if name == WITH_QK_NORMS else (True,):  # whose norms by heads depend on it
         assert_same_run(run(gloo, "T2", name, enable_sequence_parallel=sequence), reference)
 
 
@@ -229,6 +232,7 @@ def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: s
     random_model(name, vocab_size=640).save_pretrained(source)
     start = ["--model.hf_folder", str(source), "--checkpoint.initial_load_path", str(source), "--huggingface.export"]
     start += ["--huggingface.export_dtype", "float32", "--job.import", "torchtrain_families", "--training.steps", "2"]
+    start += ["--data.path", write_jsonl(tmp_path / "data.jsonl", DOCUMENTS)]
     finish(tmp_path / "one", *start, ranks=1)
     expected, before = weights_in(tmp_path / "one/hf"), weights_in(source)
     assert max((tensor - before[key]).abs().max() for key, tensor in expected.items()) > 0.01
@@ -246,6 +250,7 @@ def test_run_from_a_folder_of_transformers_ends_with_one(tmp_path: Path, name: s
     assert loaded.config.model_type == name
 
 
+@pytest.mark.slow  # test_moe.py has an installation of both packages
 def test_package_that_is_installed_trains_without_an_option(tmp_path: Path) -> None:
     """The files of an installation by pip, whose metadata has the entry points of the pyproject.toml."""
     project = tomli.loads((PACKAGE / "pyproject.toml").read_text())["project"]
