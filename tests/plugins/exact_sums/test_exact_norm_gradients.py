@@ -24,6 +24,6 @@ def _norm_gradients(config: JobConfig, shape: TransformerConfig, reduced: bool) 
     return norm_gradients(config, shape, reduced, _know_the_exponent, lambda model: 2.0 ** sums_of(model).spacing)
 
 
-@pytest.mark.parametrize("sequence", [True, False])
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_norm_gradients_are_reduced_over_tensor_parallel_ranks_in_float32(gloo: GlooPool, sequence: bool) -> None:
     assert_norm_gradients_are_reduced(gloo, sequence, "exact", _norm_gradients)

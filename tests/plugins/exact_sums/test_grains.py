@@ -129,13 +129,13 @@ LAYOUTS = [
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        *(("float32", "T2 -"), ("bfloat16", "C2 T2"), ("tied", "C2")),
+        *(("float32", "T2 -"), ("tied", "C2 T2")),
         # test_matrix, which is slow, has all cases and layouts
     ],
 )
 def test_runs_are_bitwise_identical_on_any_layout(gloo: GlooPool, case: str, text: str, reference: Reference) -> None:
     changes, shape = CASES[case]
-    assert differences(run(gloo, text, changes, shape, 2, rows=2), reference(case, 2, 2)) == []
+    assert differences(run(gloo, text, changes, shape, 1, rows=2), reference(case, 1, 2)) == []
 
 
 @pytest.mark.slow
@@ -200,13 +200,23 @@ def train_with_fault(name: str, *args: Any) -> Curve:
 @pytest.mark.parametrize(
     ("name", "text", "first"),
     [
-        ("gradients of norms are not summed over tensor ranks", "T2", "last: layers.0.attention_norm.weight"),
+        pytest.param(
+            "gradients of norms are not summed over tensor ranks",
+            "T2",
+            "last: layers.0.attention_norm.weight",
+            marks=pytest.mark.slow,
+        ),
         (
             "gradients of norms are summed over chunks before tensor ranks",
             "T2",
             "moments: layers.0.attention_norm.weight.exp_avg",
         ),
-        ("one chunk of queries gives keys no gradient", "C2", "last: layers.0.attention.wk.weight"),
+        pytest.param(
+            "one chunk of queries gives keys no gradient",
+            "C2",
+            "last: layers.0.attention.wk.weight",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_faults_are_noticed(gloo: GlooPool, name: str, text: str, first: str, reference: Reference) -> None:
@@ -236,11 +246,11 @@ def train_by_source(*args: Any) -> Curve:
 
 @pytest.mark.parametrize("text", ["C2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("C2 T2", "P2 T2"))])
 def test_losses_by_source_are_bitwise_identical(gloo: GlooPool, text: str, reference: Reference) -> None:
-    one, ranks = (run(gloo, layout, {}, SHAPE, 2, function=train_by_source) for layout in ("", text))
+    one, ranks = (run(gloo, layout, {}, SHAPE, 1, function=train_by_source) for layout in ("", text))
     assert len(one.z_losses) == 7
     assert differences(ranks, one) == []
     # The hook does not change the loss, which is rounded by row with or without it.
-    assert one.losses == reference("float32", 2, 2).losses
+    assert one.losses == reference("float32", 1, 2).losses
 
 
 # The trainer
@@ -249,19 +259,18 @@ def test_losses_by_source_are_bitwise_identical(gloo: GlooPool, text: str, refer
 def test_run_that_changes_its_layout_is_bitwise_identical(tmp_path: Path) -> None:
     shape = replace(forked_run.TINY, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128)
     options = ("--training.sums", "exact", "--grains.tensor", "2", "--grains.context", "4")
-    options += ("--lr_scheduler.total_steps", "3", "--training.steps")
+    options += ("--lr_scheduler.total_steps", "2", "--training.steps")
     degree = "--parallelism.{}_parallel_degree".format
-    finish(tmp_path / "one", *options, "3", ranks=1, shape=shape)
+    finish(tmp_path / "one", *options, "2", ranks=1, shape=shape)
     changed = tmp_path / "changed"
-    finish(changed, *options, "1", ranks=1, shape=shape)
-    output = finish(changed, *options, "2", degree("tensor"), "2", degree("context"), "2", ranks=4, shape=shape)
+    output = finish(changed, *options, "1", degree("tensor"), "2", degree("context"), "2", ranks=4, shape=shape)
     assert (
         "grains: 1 of 2 tensor grains and 2 of 4 chunks of each sequence on this rank. The forward of a block has 14 "
         "matrix products in place of 7, 2 attentions in place of 1, and 2 parts of each norm"
     ) in output
-    finish(changed, *options, "3", degree("pipeline"), "2", "--training.local_batch_size", "2", ranks=2, shape=shape)
+    finish(changed, *options, "2", degree("pipeline"), "2", "--training.local_batch_size", "2", ranks=2, shape=shape)
     assert logged_losses(changed) == logged_losses(tmp_path / "one")
-    assert different_tensors(*(saved_tensors(tmp_path / name, 3) for name in ("one", "changed"))) == []
+    assert different_tensors(*(saved_tensors(tmp_path / name, 2) for name in ("one", "changed"))) == []
 
 
 STAGES = """
