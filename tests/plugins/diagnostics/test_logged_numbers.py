@@ -26,7 +26,7 @@ def lines_of_a_run(folder: Path, parallelism: dict[str, Any]) -> list[dict[str, 
         validation={"enable": True, "sources": sources, "interval": 2, "steps": 2},
         parallelism=parallelism,
     )
-    with use_existing_process_group(replace(TINY, vocab_size=4096)):
+    with use_existing_process_group(replace(TINY, n_layers=2, vocab_size=4096)):
         trainer = Trainer(config)
     with trainer.metrics:
         trainer.run_steps()

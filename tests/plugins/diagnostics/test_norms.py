@@ -129,11 +129,11 @@ def one_rank(gloo: GlooPool) -> Norms:
     return found
 
 
-SLOW = ("FSDP", "HSDP", "TP without SP", "CP, TP")  # "PP, FSDP" has shards, test_logged_numbers.py replicas
+QUICK = "exact"  # test_logged_numbers.py has the other axes
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in LAYOUTS]
+    "layout", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
 )
 def test_norms_are_the_same_on_layouts(gloo: GlooPool, one_rank: Norms, layout: str) -> None:
     ranks, parallelism, training = LAYOUTS[layout]
@@ -143,7 +143,7 @@ def test_norms_are_the_same_on_layouts(gloo: GlooPool, one_rank: Norms, layout: 
         assert found[0][1] == pytest.approx(one_rank[0][1], rel=1e-5)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_norms_are_the_same_if_forwards_are_recomputed(gloo: GlooPool, one_rank: Norms, mode: str) -> None:
     (found,) = gloo.run(1, train_with_norms, {}, {}, TINY, 2, None, mode)
     assert found[0][1] == pytest.approx(one_rank[0][1], rel=1e-6)
