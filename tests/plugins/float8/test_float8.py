@@ -56,8 +56,8 @@ def train_in_float8(config: JobConfig, shape: TransformerConfig = TINY) -> Any:
 @pytest.mark.parametrize(
     ("ranks", "recipe", "changes", "optimizer"),
     [
-        (1, "tensorwise", {}, {}),
-        (2, "tensorwise", {}, {}),
+        pytest.param(1, "tensorwise", {}, {}, marks=pytest.mark.slow),
+        pytest.param(2, "tensorwise", {}, {}, marks=pytest.mark.slow),
         (2, "rowwise", {}, {}),
         (2, "tensorwise", {"qk_norm": True, "qkv_bias": True}, {"name": "muon"}),
     ],

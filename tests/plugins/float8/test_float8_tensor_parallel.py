@@ -275,6 +275,7 @@ def test_exact_sums_are_bitwise_identical_on_any_number_of_shards(gloo: GlooPool
         assert [name for name, tensor in curve.last.items() if not torch.equal(tensor, reference.last[name])] == []
 
 
+@pytest.mark.slow
 def test_checkpoint_of_tensor_parallel_ranks_resumes_on_one_rank(tmp_path: Path) -> None:
     """Its first loss shows that the initial weights have the scales of whole tensors, not those of their shards."""
     shape = replace(forked_run.TINY, dim=32, n_kv_heads=2, ffn_dim=64)

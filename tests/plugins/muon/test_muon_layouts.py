@@ -32,7 +32,8 @@ LAYOUTS: dict[str, tuple[int, str, int, int, str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", ["shard", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_like_one_rank(
     gloo: GlooPool, references: dict[tuple[str, str], Curve], layout: str
 ) -> None:
