@@ -325,7 +325,7 @@ def test_run_resumes_with_another_expert_degree(tmp_path: Path) -> None:
 def run_exactly(gloo: GlooPool, text: str, experts: int, **training: Any) -> list[Curve]:
     """``run`` with exact sums. Two rows in each microbatch, on every layout."""
     training = {"sums": "exact", "local_batch_size": 2, **training}
-    return run(gloo, text, "olmoe", experts, training=training, **TWO_LAYERS)
+    return run(gloo, text, "olmoe", experts, steps=2, training=training, **TWO_LAYERS)
 
 
 EXACT_LAYOUTS = [("S2", 1), ("S2", 2), ("S4", 1), ("S4", 2), ("S4", 4), ("R2 S2", 2), ("R4", 1), ("P2 S2", 2)]
