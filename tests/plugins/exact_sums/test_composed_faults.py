@@ -42,7 +42,8 @@ class ForkedScript:
 ROUNDS = [["layout", "move", "file_times", "kill_rank"], ["pause_rank", "clock", "full_disk"]]
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 2])
 def test_run_with_composed_faults_ends_like_an_uninterrupted_run(disk: DiskFaults, tmp_path: Path, rounds: int) -> None:
     data = tmp_path / "training.jsonl"
     crash_test.write_training_data(data)
