@@ -179,7 +179,7 @@ PLANTED = [
     pytest.param(4, 16, HSDP, "received weights", False, [1], [], id="HSDP, received weights", marks=SLOW),
     pytest.param(4, 16, HSDP, "weight", False, [], [1, 3], id="HSDP, weight", marks=SLOW),
     pytest.param(3, 12, REPLICAS, "optimizer state", False, [1], [], id="three replicas, optimizer state"),
-    pytest.param(3, 12, {}, "weight during the step", False, [], [0, 1, 2], id="a weight that all gather"),
+    pytest.param(3, 12, {}, "weight during the step", False, [], [0, 1, 2], id="a weight that all gather", marks=SLOW),
     pytest.param(4, 8, TENSOR, "backward", False, BOTH, [], id="tensor", marks=SLOW),
 ]
 
