@@ -177,7 +177,8 @@ def run(gloo: GlooPool, text: str, name: str, **options: Any) -> list[Curve]:
     ranks, degrees = layout(text)
     config: JobConfig = config_of(training={"local_batch_size": 8 // degrees.get("data_parallel_shard_degree", 1)})
     config = replace(config, parallelism=replace(config.parallelism, **degrees, **options))
-    return gloo.run(ranks, train_example_family, config, tiny(name), 7)  # type: ignore[return-value]
+    shape = replace(tiny(name), n_layers=2)  # one of each kind
+    return gloo.run(ranks, train_example_family, config, shape, 7)  # type: ignore[return-value]
 
 
 # Gradients of norms of queries and keys are summed over tensor-parallel ranks. test_moe.py has those of olmo2.
