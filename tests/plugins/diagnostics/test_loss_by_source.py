@@ -1,6 +1,7 @@
 """The training loss by source: exactly the loss of the step, on any layout, without a change of the training."""
 
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 from forked_run import CONFIG, finish, read_metrics
 from gloo_pool import GlooPool
-from parity import Curve, build, config_of, train, with_options
+from parity import TINY, Curve, build, config_of, train, with_options
 from torch import Tensor
 
 from torchtrain.config.schema import JobConfig
@@ -26,6 +27,7 @@ from torchtrain.plugins.diagnostics.loss_by_source import LossBySource, source_l
 from torchtrain.trainer import TrainStep
 
 STEPS = 2
+SHAPE = replace(TINY, n_layers=2)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "FSDP": (2, {}, {}),
     "exact": (2, {}, {"sums": "exact"}),
@@ -72,7 +74,7 @@ def train_by_source(
         train_step.hooks.all += [hook, Check()]
 
     config = config_of(parallelism=parallelism, training=training, compile={"enable": compile})
-    return train(config, steps=STEPS, attach=attach), found
+    return train(config, SHAPE, STEPS, attach=attach), found
 
 
 def train_compiled_by_source() -> tuple[Curve, list[dict[str, float]]]:
@@ -88,7 +90,7 @@ def train_compiled_by_source() -> tuple[Curve, list[dict[str, float]]]:
 
 def train_without(training: dict[str, Any]) -> tuple[Curve, list[float]]:
     """Train without the hook; returns the curve, and the losses in step 1 of each source alone, by masked labels."""
-    model = build(config_of(training=training))
+    model = build(config_of(training=training), SHAPE)
     losses = []
 
     class Reference(Hook):
@@ -102,7 +104,8 @@ def train_without(training: dict[str, Any]) -> tuple[Curve, list[float]]:
                 total = sum(model.forward(part).item() for part in microbatches(Batch(batch.tokens, labels)))
                 losses.append(total / (labels != -100).sum().item())
 
-    curve = train(config_of(training=training), steps=STEPS, attach=lambda step: step.hooks.all.append(Reference()))
+    config = config_of(training=training)
+    curve = train(config, SHAPE, STEPS, attach=lambda train_step: train_step.hooks.all.append(Reference()))
     return curve, losses
 
 

@@ -23,7 +23,8 @@ from torchtrain.plugins.diagnostics.norms import NormsByLayer, RecordedNorms
 from torchtrain.trainer import TrainStep
 
 STEPS = 3
-TIED = replace(TINY, tied_embeddings=True)
+SHAPE = replace(TINY, n_layers=2)
+TIED = replace(SHAPE, tied_embeddings=True)
 LAYOUTS: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "FSDP": (2, {}, {}),
     "HSDP": (2, {"data_parallel_replicate_degree": 2}, {}),
@@ -40,7 +41,7 @@ Norms = list[tuple[int, dict[str, float]]]
 def train_with_norms(
     parallelism: dict[str, Any],
     training: dict[str, Any],
-    shape: Any = TINY,
+    shape: Any = SHAPE,
     freq: int = 2,
     documents: int | None = None,
     checkpointing: str = "none",
@@ -85,7 +86,7 @@ def reference_norms() -> list[dict[str, float]]:
 
         def before_step(self, step: int, batch: Batch) -> None:  # noqa: ARG002
             """Compute the outputs of the blocks with the same weights by a model that is not parallelized."""
-            model = Transformer(TINY)
+            model = Transformer(SHAPE)
             model.load_state_dict({name: self.full(parameter) for name, parameter in self.parameters.items()})
             self.outputs: list[float] = []
             self.logits: list[Tensor] = []
@@ -103,7 +104,7 @@ def reference_norms() -> list[dict[str, float]]:
             updates = {name: after[name] - before for name, before in self.before.items()}
             norms = {}
             for kind, tensors in (("grad", self.grads), ("weight", after), ("update", updates)):
-                for layer in ["tok_embeddings", *(f"layers.{i}" for i in range(TINY.n_layers)), "norm", "output"]:
+                for layer in ["tok_embeddings", *(f"layers.{i}" for i in range(SHAPE.n_layers)), "norm", "output"]:
                     own = [t.flatten() for name, t in tensors.items() if name.startswith(f"{layer}.")]
                     norms[f"norm_{kind}_{layer}"] = torch.cat(own).norm().item()
             norms |= {f"rms_output_layers.{i}": output for i, output in enumerate(self.outputs)}
@@ -111,13 +112,13 @@ def reference_norms() -> list[dict[str, float]]:
             norms |= {f"max_logits_layers.{i}": of.max().item() for i, of in enumerate(self.logits)}
             found.append(norms)
 
-    train(config_of(), steps=STEPS, attach=lambda train_step: train_step.hooks.all.append(Reference(train_step)))
+    train(config_of(), SHAPE, STEPS, attach=lambda train_step: train_step.hooks.all.append(Reference(train_step)))
     return found
 
 
 def test_norms_are_those_of_plain_pytorch(gloo: GlooPool) -> None:
     (expected,) = gloo.run(1, reference_norms)
-    (found,) = gloo.run(1, train_with_norms, {}, {}, TINY, 1)
+    (found,) = gloo.run(1, train_with_norms, {}, {}, SHAPE, 1)
     assert [step for step, _ in found] == [1, 2, 3]
     for (_, ours), theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6)
@@ -145,12 +146,12 @@ def test_norms_are_the_same_on_layouts(gloo: GlooPool, one_rank: Norms, layout: 
 
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_norms_are_the_same_if_forwards_are_recomputed(gloo: GlooPool, one_rank: Norms, mode: str) -> None:
-    (found,) = gloo.run(1, train_with_norms, {}, {}, TINY, 2, None, mode)
+    (found,) = gloo.run(1, train_with_norms, {}, {}, SHAPE, 2, None, mode)
     assert found[0][1] == pytest.approx(one_rank[0][1], rel=1e-6)
 
 
 def test_logits_of_documents_are_the_same_under_context_parallelism(gloo: GlooPool) -> None:
-    few = replace(TINY, vocab_size=8)  # so that each row has several documents
+    few = replace(SHAPE, vocab_size=8)  # so that each row has several documents
     (expected,) = gloo.run(1, train_with_norms, {}, {}, few, 2, 3)
     for found in gloo.run(2, train_with_norms, {"context_parallel_degree": 2}, {}, few, 2, 3):
         assert found[0][1] == pytest.approx(expected[0][1], rel=1e-5)
