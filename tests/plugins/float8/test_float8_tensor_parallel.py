@@ -36,6 +36,7 @@ pytest.importorskip("torchao")
 SHAPE = TransformerConfig(128, 2, 8, 4, 256, 104, max_seq_len=32)
 MODELS = {
     "plain": SHAPE,
+    "shallow": replace(SHAPE, n_layers=1),
     "deep": replace(SHAPE, n_layers=4),  # for four pipeline stages
     "biased": replace(SHAPE, n_layers=1, qkv_bias=True),
     "qwen": replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=32),
@@ -152,7 +153,7 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallelism", "model", "sections"),
     [
-        pytest.param(T2, "plain", {}, id="T2"),
+        pytest.param(T2, "shallow", {}, id="T2"),
         pytest.param({**T2, **S2}, "plain", {}, id="S2 T2", marks=slow),
         pytest.param({**T2, **P2}, "plain", {}, id="T2 P2", marks=slow),
         pytest.param(T2, "qwen", {}, id="T2 qwen", marks=slow),
