@@ -16,6 +16,7 @@ from s3_server import S3Server
 
 from torchtrain.checkpoint.manager import CheckpointManager
 from torchtrain.errors import StorageError
+from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.outputs import BucketCopies
 from torchtrain.plugins.object_storage.storage import ObjectStorage
 
@@ -82,7 +83,8 @@ def test_killed_run_leaves_its_metrics_and_report_and_continues_them(
 ) -> None:
     options = (*OPTIONS, "--checkpoint.folder", f"s3://{bucket}/run/checkpoint")
     logdir = f"s3://{bucket}/run/checkpoint/outputs/tensorboard"
-    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(die_before_second_save, s3_server.environment))
+    hook = partial(die_before_second_save, s3_server.environment)
+    killed = ForkedRun(tmp_path / "killed", *options, hook=hook, ranks=1)
     copies = partial(s3_server.objects, bucket, "run/checkpoint/outputs/")
     killed.processes[0].join(60)
     killed.end()
@@ -97,7 +99,7 @@ def test_killed_run_leaves_its_metrics_and_report_and_continues_them(
     assert {1, 2} <= curve_of(logdir, s3_server, monkeypatch).keys()
 
     # On another machine, which shares nothing with the first.
-    finish(tmp_path / "empty", *options, hook=partial(use_s3, s3_server.environment))
+    finish(tmp_path / "empty", *options, hook=partial(use_s3, s3_server.environment), ranks=1)
     last = copies()
     local = {name: (tmp_path / "empty" / name).read_bytes() for name in last}
     assert {name for name in last if last[name] != local[name]} == set()
@@ -121,6 +123,7 @@ def fail_to_store(environment: dict[str, str]) -> Any:
     return patch.object(ObjectStorage, "store_output", fail)
 
 
+@pytest.mark.slow
 def test_copies_that_fail_warn_once_and_training_continues(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
     url = f"s3://{bucket}/run/checkpoint"
     output = finish(
@@ -192,6 +195,25 @@ def test_update_does_not_wait_for_the_one_before(folder: Path) -> None:
     copies.store()
     thread.join()
     assert storage.take()[-1] == "tensorboard/events later"
+
+
+def test_copies_that_fail_are_warned_of_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logger, "propagate", True)
+    storage: Any = Recorded()
+
+    def fail() -> None:
+        raise StorageError("the store does not respond")
+
+    storage.meanwhile = fail
+    copies = BucketCopies(storage, folder, list, lambda _: None)
+    copies.update(1)
+    copies.update(2)
+    assert caplog.text.count("the store does not respond") == 1
+    storage.meanwhile = lambda: None
+    copies.update(3)
+    assert storage.take() == ["metrics.jsonl b", "tensorboard/events a"]
 
 
 def test_hook_that_fails_does_not_keep_metrics_from_being_stored(folder: Path) -> None:

@@ -10,11 +10,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from forked_command import checked_command, run_command
+import torch.distributed as dist
+from forked_command import checked_command
 from forked_run import TINY, ForkedRun, different_tensors, finish, logged_losses, slow_steps
 from s3_faults import S3Faults
 from s3_server import S3Server
 
+from torchtrain import convert as convert_command
 from torchtrain.checkpoint.format import VerifiedReader
 from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.storage import CheckpointStorage
@@ -56,7 +58,7 @@ def tensors_in(storage: CheckpointStorage, step: int) -> dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("local")
-    finish(folder, *SHORT)
+    finish(folder, *SHORT, ranks=1)
     return folder
 
 
@@ -113,18 +115,25 @@ def short_pauses(environment: dict[str, str]) -> None:
     object_store._S3_CLIENT = {"connect_timeout": 2, "read_timeout": 2, "retries": {"total_max_attempts": 1}}
 
 
-def test_run_with_faults_of_the_store_ends_like_one_in_a_folder(
-    proxy: S3Faults, bucket: str, local: Path, tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def run_with_faults(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a run that had faults of all kinds and exported its weights."""
+    proxy = S3Faults(s3_server.url, s3_server.environment)
     kinds = {"slow down": 5, "error": 7, "reset": 13, "lost answer": 17, "truncate": 19, "silence": 37}
     faults = [proxy.fail("timeout", "PUT", every=5)]  # S3's, of an upload
     faults += [proxy.fail(kind, every=every, seconds=0.3) for kind, every in kinds.items()]
-    url = f"s3://{bucket}/faults"
-    output = finish(tmp_path, *SHORT, "--checkpoint.folder", url, hook=partial(short_pauses, proxy.environment))
+    url = f"s3://{s3_server.make_bucket('faults')}/run"
+    options = (*SHORT, "--checkpoint.folder", f"{url}/checkpoint", "--huggingface.export")
+    hook = partial(short_pauses, proxy.environment)
+    output = finish(tmp_path_factory.mktemp("faults"), *options, hook=hook, ranks=1)
     assert [fault for fault in faults if not fault.count] == []
     assert "could not be written" not in output
-    proxy.heal()
-    storage = ObjectStorage(url)
+    proxy.stop()
+    return url
+
+
+def test_run_with_faults_of_the_store_ends_like_one_in_a_folder(run_with_faults: str, local: Path) -> None:
+    storage = ObjectStorage(f"{run_with_faults}/checkpoint")
     assert storage.steps() == [2, 4]
     assert (
         different_tensors(tensors_in(storage, STEPS), tensors_in(LocalStorage(str(local / "checkpoint")), STEPS)) == []
@@ -135,20 +144,19 @@ def test_store_that_does_not_respond_is_no_damage(proxy: S3Faults, bucket: str, 
     url, hook = f"s3://{bucket}/down", partial(short_pauses, proxy.environment)
     options = ("--checkpoint.folder", url, "--checkpoint.max_failed_saves", "1")
 
-    def end(steps: int, folder: str, code: int, message: str) -> None:
-        run = ForkedRun(tmp_path / folder, *options, "--training.steps", str(steps), hook=hook, ranks=1)
-        assert run.wait() == [code], run.output()
-        assert message in run.output()
+    def fail(folder: str, message: str) -> None:
+        run = ForkedRun(tmp_path / folder, *options, "--training.steps", "6", hook=hook, ranks=1)
+        assert run.wait() == [74], run.output()
+        assert f"the store does not respond: {message}" in run.output()
 
-    end(2, "a", 0, "saved")
-    proxy.fail("slow down", "PUT .*distcp")  # in a save
-    end(6, "b", 74, "the store does not respond: [Errno 16] injected: SlowDown")
+    proxy.fail("slow down", "PUT .*distcp", skip=1)  # in the second save
+    fail("a", "[Errno 16] injected: SlowDown")
     proxy.heal()
     proxy.fail("error", "GET .*(distcp|manifest)")  # in a resume
-    end(6, "c", 74, "the store does not respond: [Errno 121] injected: InternalError")
+    fail("b", "[Errno 121] injected: InternalError")
     proxy.heal()
-    end(4, "d", 0, "resumed from")
-    assert ObjectStorage(url).names() == [ObjectStorage(url).folder_of(2), ObjectStorage(url).folder_of(4)]
+    assert ObjectStorage(url).names() == [ObjectStorage(url).folder_of(2)]
+    assert tensors_in(ObjectStorage(url), 2)
 
 
 def test_credentials_are_neither_logged_nor_stored(s3_server: S3Server, bucket: str, tmp_path: Path) -> None:
@@ -213,36 +221,48 @@ def use_tiny() -> None:
     patch("torchtrain.models.model_config.flavor_config", lambda *_: TINY).start()
 
 
-def test_commands_take_urls(s3_server: S3Server, bucket: str, local: Path, tmp_path: Path) -> None:
+def test_commands_take_urls(
+    s3_server: S3Server,
+    bucket: str,
+    run_with_faults: str,
+    local: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     run = partial(checked_command, environment=s3_server.environment, hook=use_tiny)
-    fails = partial(run_command, environment=s3_server.environment, hook=use_tiny)
-    url = f"s3://{bucket}/run"
-    options = (*SHORT, "--checkpoint.folder", f"{url}/checkpoint", "--huggingface.export")
-    finish(tmp_path / "run", *options, hook=partial(use_s3, s3_server.environment))
-    same = run("torchtrain.compare", url, str(local))
+    same = run("torchtrain.compare", run_with_faults, str(local))
     assert "step 4: match, bitwise" in same.stdout
     assert "loss: identical in 4 steps" in same.stdout
     texts = [
         run("torchtrain.generate", source, "--prompt", "def ", "--temperature", "0").stdout
-        for source in (url, f"{url}/checkpoint/step-4", str(local))
+        for source in (f"{run_with_faults}/checkpoint/step-4", str(local))
     ]
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1]
 
     # The export at the end, and conversions to and from URLs.
-    run("torchtrain.convert", str(local), str(tmp_path / "hf"))
+    monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
+
+    def convert(*arguments: str) -> int:
+        capsys.readouterr()
+        code = convert_command.main([*arguments])
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return code
+
+    assert convert(str(local), str(tmp_path / "hf")) == 0
     (weights,) = (tmp_path / "hf").glob("*.safetensors")
     exported = weights.read_bytes()
-    assert s3_server.objects(bucket, "run/checkpoint/hf/")[weights.name] == exported
-    run("torchtrain.convert", url, f"s3://{bucket}/hf")
+    assert s3_server.objects("faults", "run/checkpoint/hf/")[weights.name] == exported
+    assert convert(run_with_faults, f"s3://{bucket}/hf") == 0
     assert s3_server.objects(bucket, "hf/")[weights.name] == exported
-    again = fails("torchtrain.convert", url, f"s3://{bucket}/hf")
-    assert again.returncode == 2
-    assert f"s3://{bucket}/hf exists; give a URL that does not" in again.stderr
-    absent = fails("torchtrain.convert", url, "s3://absent-bucket/hf")
-    assert absent.returncode == 2
-    assert "'s3://absent-bucket/hf' cannot be used: The specified bucket does not exist" in absent.stderr
-    run("torchtrain.convert", url, f"s3://{bucket}/weights", "--to", "torchtrain")
-    run("torchtrain.convert", f"s3://{bucket}/weights", str(tmp_path / "hf2"))
+    assert convert(run_with_faults, f"s3://{bucket}/hf") == 2
+    assert f"s3://{bucket}/hf exists; give a URL that does not" in capsys.readouterr().err
+    assert convert(run_with_faults, "s3://absent-bucket/hf") == 2
+    message = "'s3://absent-bucket/hf' cannot be used: The specified bucket does not exist"
+    assert message in capsys.readouterr().err
+    assert convert(run_with_faults, f"s3://{bucket}/weights", "--to", "torchtrain") == 0
+    assert convert(f"s3://{bucket}/weights", str(tmp_path / "hf2")) == 0
     assert (tmp_path / "hf2" / weights.name).read_bytes() == exported
 
     # A new run from these weights.
