@@ -133,6 +133,7 @@ FAULTS = [
     Fault("GET /files", 500),
     Fault("GET /files", 429, seconds=7),
 ]
+SLOW_FAULTS = (FAULTS[2], *FAULTS[-2:])
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ FAULTS = [
         pytest.param(
             *(layout, fault),
             id=f"{layout}-{fault.where}-{fault.kind}".replace("/", ""),
-            marks=pytest.mark.slow if fault in FAULTS[-2:] or (layout != "c4" and fault.kind != "short") else (),
+            marks=pytest.mark.slow if fault in SLOW_FAULTS or layout != "c4" else (),
         )
         for layout in LAYOUTS
         for fault in FAULTS
@@ -347,20 +348,21 @@ def test_one_rank_lists_files_and_a_resumed_run_keeps_its_revision(hub: Hub, tmp
     listings = [request.path for request in hub.requests if "/tree/" in request.path or "paths-info" in request.path]
     hub.requests.clear()
     local = ["--data.name", local_copy(tmp_path / "data", c4(documents)), "--remote_data.streams", "4"]
-    finish(tmp_path / "local", *local, "--training.steps", "8", ranks=1)
+    finish(tmp_path / "local", *local, "--training.steps", "4", ranks=1)
     options = ["--data.name", "allenai/c4", "--data.subset", "en", "--remote_data.streams", "4", "--training.steps"]
-    finish(tmp_path / "hub", *options, "4", ranks=4)
+    finish(tmp_path / "hub", *options, "2", ranks=2)
     assert [r.path for r in hub.requests if "/tree/" in r.path or "paths-info" in r.path] == listings
-    assert f'revision = "{revision}"' in (tmp_path / "hub/checkpoint/step-4/config.toml").read_text()
+    assert f'revision = "{revision}"' in (tmp_path / "hub/checkpoint/step-2/config.toml").read_text()
     hub.add("allenai/c4", c4(documents[::-1]))
-    assert "resumed from" in finish(tmp_path / "hub", *options, "8", ranks=2)
+    assert "resumed from" in finish(tmp_path / "hub", *options, "4", ranks=1)
     assert losses(tmp_path / "hub") == pytest.approx(losses(tmp_path / "local"), rel=1e-4)
 
 
+@pytest.mark.slow  # test_files_are_downloaded_once asks what its ranks do
 def test_run_on_a_downloaded_dataset_is_that_on_its_files(hub: Hub, tmp_path: Path) -> None:
     """On any ranks, which tokenize it together; rank 0 alone queries the hub."""
     hub.add("org/in-a-run", fineweb())
-    options = ["--data.download", "--training.steps", "4", "--data.name"]
+    options = ["--data.download", "--training.steps", "2", "--data.name"]
     finish(tmp_path / "local", *options, local_copy(tmp_path / "data", fineweb()), ranks=1)
     finish(tmp_path / "hub", *options, "org/in-a-run", "--data.subset", "sample", ranks=2)
     files = [request.path for request in hub.requests if request.path.startswith("/files/") and not request.range]

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default:
 def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     for name, value in s3_server.environment.items():
         monkeypatch.setenv(name, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
     monkeypatch.setattr("torchtrain.plugins.object_storage.object_store.time.sleep", lambda _: None)
     return s3_server
 
@@ -50,7 +49,7 @@ def upload(s3: S3Server, folder: Path, prefix: str) -> str:
     return f"s3://bucket/{prefix}"
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_tokenized_data_give_the_same_batches_from_s3(s3: S3Server, tokens: Path, prefetch: int) -> None:
     url = upload(s3, tokens, "tokens")
     local = make_loader(DataConfig(path=str(tokens)))
@@ -182,9 +181,10 @@ def test_missing_credentials_are_a_config_error(monkeypatch: pytest.MonkeyPatch,
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     with pytest.raises(ConfigError, match=r"s3://bucket/tokens: access is denied: .*credentials"):
         make_loader(DataConfig(path="s3://bucket/tokens"))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("kind", [pytest.param("jsonl", marks=pytest.mark.slow), "parquet"])
 def test_text_of_s3_is_streamed_like_a_dataset_of_the_hub(s3: S3Server, tmp_path: Path, kind: str) -> None:
     folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=4, kind=kind))
     url = upload(s3, folder, f"texts-{kind}")
@@ -254,7 +254,7 @@ def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> No
 def test_tokenizing_from_s3_to_s3_writes_the_same_bytes(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 1000)
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 3000)
     folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=3, kind=kind))
     write_tokens(tmp_path / "local", str(folder))
     expected = {file.name: file.read_bytes() for file in (tmp_path / "local").glob("shard-*")}

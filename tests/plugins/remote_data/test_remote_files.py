@@ -24,7 +24,7 @@ from torchtrain.checkpoint.local_storage import LocalStorage
 from torchtrain.checkpoint.options import CheckpointConfig
 from torchtrain.checkpoint.storage import open_storage
 from torchtrain.config.registry import DATA_SOURCES
-from torchtrain.datasets import tokenize_text
+from torchtrain.datasets import text_input, tokenize_text
 from torchtrain.datasets.data_source import SkippedText, SourceContext
 from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.datasets.file_formats import NotUTF8Error
@@ -141,10 +141,13 @@ def test_object_that_changes_while_it_is_tokenized_is_a_data_error(
     assert tokenize(source, tmp_path / "new") is not None
 
 
-@pytest.mark.parametrize("kind", ["tokens", "documents"])
-def test_shard_that_the_store_has_kept_short_is_written_again(memory: MemoryFileSystem, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["tokens", pytest.param("documents", marks=pytest.mark.slow)])
+def test_shard_that_the_store_has_kept_short_is_written_again(
+    memory: MemoryFileSystem, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a run does not read it."""
-    lines = "".join(json.dumps({"text": f"document {n} " + "words " * 12}) + "\n" for n in range(16_000))
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 1 << 15)
+    lines = "".join(json.dumps({"text": f"document {n} " + "words " * 12}) + "\n" for n in range(2000))
     memory.pipe_file("/texts/a.jsonl", lines.encode())
     source = SourceConfig(path="memory://texts")
     assert tokenize(source, "memory://out", 1, 2) is None
@@ -305,7 +308,11 @@ def write_texts(path: Path, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "kind"), [(1, "jsonl"), (4, "jsonl"), (20, "jsonl"), (1, "jsonl.gz"), (1, "parquet"), (4, "parquet")]
+    ("files", "kind"),
+    [
+        *((1, "jsonl"), (20, "jsonl"), (1, "jsonl.gz"), (1, "parquet")),
+        *(pytest.param(4, kind, marks=pytest.mark.slow) for kind in ("jsonl", "parquet")),
+    ],
 )
 def test_streamed_documents_are_shuffled_anew_in_each_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int, kind: str
@@ -341,13 +348,13 @@ def test_streamed_documents_are_shuffled_anew_in_each_epoch(
 def test_large_file_is_divided_among_its_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each reads its own part of the file, and all parts together contain each document once."""
     # A request is not smaller than a document of a large text.
-    monkeypatch.setattr("torchtrain.plugins.remote_data.remote_files.RANGE_BYTES", 1 << 16)
-    monkeypatch.setattr("torchtrain.datasets.file_formats._BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(file_parts, "PART_BYTES", 1 << 21)
-    texts = [f"doc{number:06d} {hashlib.sha512(bytes(number)).hexdigest() * 2}\n" for number in range(24_000)]
+    monkeypatch.setattr("torchtrain.plugins.remote_data.remote_files.RANGE_BYTES", 1 << 15)
+    monkeypatch.setattr("torchtrain.datasets.file_formats._BLOCK_BYTES", 1 << 13)
+    monkeypatch.setattr(file_parts, "PART_BYTES", 1 << 20)
+    texts = [f"doc{number:06d} {hashlib.sha512(bytes(number)).hexdigest() * 2}\n" for number in range(12_000)]
     path = tmp_path / f"corpus.{kind}"
     if kind == "parquet":
-        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=500, compression=None)
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=250, compression=None)
     elif kind == "txt":
         path.write_text("".join(texts))
     else:
@@ -379,9 +386,12 @@ def test_closed_file_keeps_no_block_in_memory() -> None:
     assert cache._fetch_block_cached.cache_info().currsize == 0
 
 
-def test_tokenizing_does_not_continue_with_other_options(memory: MemoryFileSystem, tmp_path: Path) -> None:
+def test_tokenizing_does_not_continue_with_other_options(
+    memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Records of objects have no hash of the input. A folder is of one column, also when it is complete."""
-    documents = ({"text": f"document {n} " + "words " * 12, "title": f"title {n}"} for n in range(16_000))
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 1 << 15)
+    documents = ({"text": f"document {n} " + "words " * 12, "title": f"title {n}"} for n in range(2000))
     memory.pipe_file("/texts/a.jsonl", "".join(json.dumps(document) + "\n" for document in documents).encode())
     source, folder = SourceConfig(path="memory://texts/a.jsonl"), tmp_path / "out"
     assert tokenize(source, folder, 0, 2) is None
@@ -391,18 +401,21 @@ def test_tokenizing_does_not_continue_with_other_options(memory: MemoryFileSyste
             tokenize(changed, folder, 1, 2)
     manifest = tokenize(source, folder)
     assert manifest is not None
-    assert sum(shard.documents for shard in manifest.shards) == 16_000
+    assert sum(shard.documents for shard in manifest.shards) == 2000
     with pytest.raises(DataError, match=error):
         tokenize(replace(source, text_column="title"), folder)
 
 
 @pytest.mark.parametrize(
-    "name", ["a.jsonl.gz", "a.parquet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("a.jsonl", "a.txt"))]
+    "name", ["a.parquet", *(pytest.param(f"a.{kind}", marks=pytest.mark.slow) for kind in ("jsonl", "jsonl.gz", "txt"))]
 )
-def test_text_by_url_is_tokenized_as_local_text(name: str, memory: MemoryFileSystem, tmp_path: Path) -> None:
+def test_text_by_url_is_tokenized_as_local_text(
+    name: str, memory: MemoryFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Into the same bytes, in the same shards; file:// is local text."""
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 1 << 15)
     path = tmp_path / name
-    texts = [f"{number:05} {'words ' * 20}" for number in range(15_000)]
+    texts = [f"{number:05} {'words ' * 20}" for number in range(2000)]
     if name == "a.txt":
         path.write_text("\n".join(texts))
     else:
