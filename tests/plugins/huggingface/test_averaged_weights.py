@@ -99,7 +99,7 @@ def test_averaged_weights_are_used_by_validation_generation_and_export(run: Path
     with pytest.raises(ConfigError, match="weights = 'emma' do not exist; there are trained and ema"):
         load_model(run, "cpu", weights="emma")
     export = ("--huggingface.export", "--huggingface.export_weights", "ema")
-    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--huggingface.export_dtype", "float32")
+    finish(tmp_path, *EMA_OPTIONS, "--training.steps", "2", *export, "--huggingface.export_dtype", "float32", ranks=1)
     assert convert([str(tmp_path), str(tmp_path / "converted"), "--weights", "ema", "--dtype", "float32"]) == 0
     files = [load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("hf", "converted")]
     assert different_tensors(*files) == []

@@ -60,7 +60,7 @@ def test_stop_during_the_export_waits_for_it_or_leaves_it_to_the_next_start(tmp_
     assert run.wait() == [0, 0], run.output()
     assert f"wrote {tmp_path}/hf" in run.output()
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("hf")) == ["hf", "hf_made_from.json"]
-    assert "the run is complete" in finish(tmp_path, *options)
+    assert "the run is complete" in finish(tmp_path, *options, ranks=1)
 
 
 @pytest.mark.slow  # test_faults.py interrupts validations, and the test above an export
@@ -81,7 +81,7 @@ def test_run_that_ends_with_its_data_is_exported_once(tmp_path: Path) -> None:
     options = [*options_of_little_data(tmp_path), "--huggingface.export"]
     assert "the data end" in finish(tmp_path / "run", *options, ranks=2)
     hf = (tmp_path / "run/hf").stat()
-    finish(tmp_path / "run", *options, ranks=2)  # nothing is left to do
+    finish(tmp_path / "run", *options, ranks=1)  # nothing is left to do
     assert (tmp_path / "run/hf").stat().st_ino == hf.st_ino
-    assert ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64").wait() == [2, 2]
+    assert ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64", ranks=1).wait() == [2]
     assert not (tmp_path / "none/hf").exists()

@@ -38,11 +38,11 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module]
 
 @pytest.fixture(scope="module")
 def run(hf_model: tuple[Path, nn.Module], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a run on two ranks that starts from these weights, resumes, and does not change them."""
+    """Folder of a run that starts from these weights on two ranks, resumes on one, and does not change them."""
     folder = tmp_path_factory.mktemp("run")
     options = ("--optimizer.lr", "0", "--checkpoint.initial_load_path", str(hf_model[0]))
     assert "starts from the weights in" in finish(folder, *options, "--training.steps", "2", shape=TIED)
-    assert "resumed from" in finish(folder, *options, "--training.steps", "4", shape=TIED)
+    assert "resumed from" in finish(folder, *options, "--training.steps", "4", ranks=1, shape=TIED)
     return folder
 
 
@@ -77,7 +77,14 @@ def from_export(_: Path, run: Path, target: Path) -> Path:
 
 
 Source = Callable[[Path, Path, Path], Path]
-SOURCES = (from_hf_folder, from_run, from_converted_checkpoint, from_export)
+ON_SOURCES = pytest.mark.parametrize(
+    "source",
+    [
+        from_hf_folder,
+        from_run,
+        *(pytest.param(source, marks=pytest.mark.slow) for source in (from_converted_checkpoint, from_export)),
+    ],
+)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +95,7 @@ def folder_of(
     return cache(lambda source: source(hf_model[0], run, tmp_path_factory.mktemp("source")))
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@ON_SOURCES
 def test_generated_text_equals_transformers(
     hf_model: tuple[Path, nn.Module],
     folder_of: Callable[[Source], Path],
@@ -111,7 +118,7 @@ def test_generated_text_equals_transformers(
     assert texts[0].strip() == trained.tokenizer.decode(after_bos).strip()
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@ON_SOURCES
 def test_log_likelihood_equals_transformers(
     hf_model: tuple[Path, nn.Module], folder_of: Callable[[Source], Path], source: Source
 ) -> None:

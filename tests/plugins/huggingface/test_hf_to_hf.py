@@ -154,11 +154,7 @@ SOURCES: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
 @pytest.mark.parametrize(
     "source",
-    [
-        "bos is eos, not added",
-        "bos and eos added",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no bos", "no bos added", "bos added")),
-    ],
+    [pytest.param(name, marks=() if name == "bos and eos added" else pytest.mark.slow) for name in SOURCES],
 )
 def test_special_tokens_of_an_imported_model_are_those_of_its_files(tmp_path: Path, source: str) -> None:
     """Texts begin as in transformers and lm-eval's own model, and end at each EOS id of the folder."""

@@ -1,6 +1,7 @@
 """Workflows with Hugging Face's files: exports, conversions, and training that begins from them."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -25,6 +26,14 @@ from torchtrain.plugins.huggingface.conversion import convert
 from torchtrain.plugins.huggingface.safetensors_folder import find_tensors, save_hf, write_hf_config
 
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def exported_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dump folder of a run with an export, which must not be changed."""
+    folder = tmp_path_factory.mktemp("exported")
+    finish(folder, "--training.steps", "2", "--huggingface.export", ranks=1)
+    return folder
 
 
 def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,12 +92,12 @@ def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkey
     assert [path.name for path in target.iterdir()] == ["theirs"]
 
 
-def test_run_without_checkpoints_replaces_an_earlier_export(tmp_path: Path) -> None:
-    options = ("--training.steps", "2", "--huggingface.export")
-    finish(tmp_path, *options, ranks=1)
+def test_run_without_checkpoints_replaces_an_earlier_export(exported_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(exported_run, tmp_path, dirs_exist_ok=True)
     (file,) = (tmp_path / "hf").glob("*.safetensors")
     before = file.read_bytes()
-    finish(tmp_path, *options, "--checkpoint.no-enable", "--training.seed", "1", ranks=1)
+    options = ("--training.steps", "2", "--huggingface.export", "--checkpoint.no-enable", "--training.seed", "1")
+    finish(tmp_path, *options, ranks=1)
     assert file.read_bytes() != before
 
 
@@ -122,13 +131,12 @@ def test_special_token_beyond_the_vocabulary_size_is_allowed(tmp_path: Path) -> 
         build_model_config(section, load_tokenizer(section.tokenizer_path), 32)
 
 
-def test_config_for_continued_pretraining_needs_model_and_data_options(tmp_path: Path) -> None:
+def test_config_for_continued_pretraining_needs_model_and_data_options(exported_run: Path, tmp_path: Path) -> None:
     config = ("torchtrain.train", "--job.config_file", "train_configs/continue_hf.toml")
     folder = tmp_path / "run"
     rejected = run_command(*config, "--job.dump_folder", str(folder))
     assert (rejected.returncode, "YOUR_MODEL" in rejected.stderr) == (2, True)
-    finish(tmp_path / "first", "--training.steps", "1", "--huggingface.export", ranks=1)
-    hf = str(tmp_path / "first/hf")
+    hf = str(exported_run / "hf")
     small = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--training.steps", "2")
     start = (*config, "--job.dump_folder", str(folder), "--model.hf_folder", hf, *small)
     start += ("--checkpoint.initial_load_path", hf, "--metrics.log_freq", "1")
@@ -142,17 +150,17 @@ def test_config_for_continued_pretraining_needs_model_and_data_options(tmp_path:
     found = run_command(*start, "--data.path", str(text))
     assert found.returncode == 0, found.stderr
     assert f"starts from the weights in {hf}" in found.stderr
+    assert "has weights for sequences of" not in found.stderr
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert 0 < max(line.get("lr", 0) for line in lines) <= 3e-5
     assert (folder / "hf/config.json").exists()
 
 
-def test_shorter_sequences_than_those_of_the_initial_weights_are_warned_of(tmp_path: Path) -> None:
-    first = tmp_path / "first"
-    finish(first, "--training.steps", "2", "--huggingface.export", ranks=1)
-    config = json.loads((first / "hf/config.json").read_text())
-    (first / "hf/config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
-    start = ("--checkpoint.initial_load_path", str(first / "hf"), "--training.steps", "1")
+def test_shorter_sequences_than_those_of_the_initial_weights_are_warned_of(exported_run: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(exported_run / "hf", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64}))
+    start = ("--checkpoint.initial_load_path", str(folder), "--training.steps", "1")
     warning = "has weights for sequences of 64 tokens, and training.seq_len is 32"
     assert warning in finish(tmp_path / "short", *start, "--training.seq_len", "32", ranks=1)
-    assert "has weights for" not in finish(tmp_path / "long", *start, "--training.seq_len", "64", ranks=1)
