@@ -51,7 +51,7 @@ def artifacts(folder: Path) -> list[tuple[str, Any]]:
 
 def test_export_is_an_artifact_of_the_run(tmp_path: Path) -> None:
     folder, options = tmp_path / "my run", config_in(tmp_path)
-    output = finish(folder, *options, "--training.steps", "2", hook=offline)
+    output = finish(folder, *options, "--training.steps", "2", ranks=1, hook=offline)
     assert "as the artifact my-run-hf" in output
     deadline = time.monotonic() + 30  # W&B's own process may write late
     while not artifacts(folder):
@@ -66,7 +66,7 @@ def test_export_is_an_artifact_of_the_run(tmp_path: Path) -> None:
     assert files == {path.name: path for path in (folder / "hf").iterdir()}
     assert "config.json" in files
 
-    finish(folder, *options, "--training.steps", "2", hook=offline)  # is complete
+    finish(folder, *options, "--training.steps", "2", ranks=1, hook=offline)  # is complete
     assert len(artifacts(folder)) == 1
 
 

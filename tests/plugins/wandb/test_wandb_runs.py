@@ -15,6 +15,7 @@ from torchtrain.metrics.writers import WriterContext
 from torchtrain.plugins.wandb.writer import WandbOptions, WeightsAndBiases
 
 
+@pytest.mark.slow  # test_wandb_undone_steps.py logs offline, too
 def test_wandb_logs_offline(gloo: GlooPool, tmp_path: Path) -> None:
     pytest.importorskip("wandb.sdk")  # this folder is a module wandb, too
     (tmp_path / "wandb_id").touch()  # empty, as after a write to a full disk

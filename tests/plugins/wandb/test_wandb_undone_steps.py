@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
+from test_metrics import CONFIG
 from wandb_records import wandb_records
 
 from torchtrain.metrics.history import read_run
@@ -40,7 +41,7 @@ def written(folder: Path, last: dict[int, float]) -> list[dict[int, float]]:
 def open_writers(folder: Path, start_step: int, options: str) -> Writers:
     undone = changes_steps(folder / "metrics.jsonl", start_step, options)
     config = MetricsConfig(enable_tensorboard=False, writers=("wandb",))
-    writers = Writers(config, folder, "", start_step, "run", undone)
+    writers = Writers(config, folder, CONFIG, start_step, "run", undone)
     writers.write({"step": start_step, "event": "start", "options": options, "run": "run"})
     return writers
 
@@ -50,6 +51,7 @@ def test_wandb_has_the_losses_of_metrics_jsonl(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = tmp_path / "out"
     folder.mkdir()
+    (folder / "wandb_id").touch()  # empty, as after a write to a full disk
     writers = open_writers(folder, 0, "a")
     for step, loss in ((1, 5.0), (2, 4.0), (3, 9.0)):
         writers.write({"step": step, "loss": loss})
@@ -58,6 +60,9 @@ def test_wandb_has_the_losses_of_metrics_jsonl(tmp_path: Path, monkeypatch: pyte
         writers.write({"step": step, "loss": loss})
     writers.close()
     assert written(folder, {1: 5.0, 2: 4.0, 3: 7.0})[:-1] == [{1: 5.0, 2: 4.0, 3: 9.0}]
+    newest = max(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns)
+    assert b"training.steps" in newest.read_bytes()
+    assert (folder / "wandb_id").read_text() in newest.name
     for options in ("a", "b"):
         writers = open_writers(folder, 2, options)
         writers.write({"step": 3, "loss": 7.0 if options == "a" else 2.0})
