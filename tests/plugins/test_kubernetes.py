@@ -119,7 +119,7 @@ NEEDS_KUBECTL = pytest.mark.skipif(shutil.which("kubectl") is None, reason="need
 
 
 @NEEDS_KUBECTL
-@pytest.mark.parametrize("name", ["cpu", "gpu", "rdma"])
+@pytest.mark.parametrize("name", ["cpu", pytest.param("gpu", marks=pytest.mark.slow), "rdma"])
 def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) -> None:
     validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
     kinds = build_overlay(name)
@@ -154,7 +154,7 @@ def test_overlay_is_valid_and_agrees_with_the_code(name: str, tmp_path: Path) ->
 
 
 @NEEDS_KUBECTL
-@pytest.mark.parametrize("name", ["jobset", "replicas"])
+@pytest.mark.parametrize("name", [pytest.param("jobset", marks=pytest.mark.slow), "replicas"])
 def test_overlay_of_a_jobset_has_the_pods_of_the_jobs_overlay(name: str) -> None:
     validation = pytest.importorskip("kubernetes_validate", reason="needs Kubernetes' schemas (kubernetes-validate)")
     job, kinds = build_overlay("gpu")["Job"], build_overlay(name)

@@ -37,7 +37,7 @@ def trained(
     return request.param, folder
 
 
-@on_layouts(("sandwich", "tensor"), ("sandwich", "pipeline"))
+@on_layouts(("sandwich", "tensor"))
 def test_norms_of_an_own_model_are_the_same_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_layouts_of_an_own_model_are_searched_in_several_processes(modules: Path
     assert int(match[1]) > 1
 
 
-@of_models("geglu")
+@of_models("sandwich")
 def test_commands_need_the_module_of_an_own_model(trained: tuple[str, Path], modules: Path) -> None:
     name, folder = trained
     command = [str(folder), "--prompt", "def ", "--max_new_tokens", "3", "--device", "cpu"]
@@ -82,7 +82,7 @@ def test_commands_need_the_module_of_an_own_model(trained: tuple[str, Path], mod
     assert found.stdout.startswith("def ")
 
 
-@of_models("parallel_block")
+@of_models("sandwich")
 def test_own_model_without_hf_format_is_not_exported(trained: tuple[str, Path], modules: Path, tmp_path: Path) -> None:
     name, folder = trained
     hook = partial(import_from, modules)
