@@ -32,15 +32,29 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_S3_CLIENT", client)
     for key, value in ENVIRONMENT.items():
         monkeypatch.setenv(key, value)
-    fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 @pytest.fixture
-def proxy(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Faults]:
+def new_clients() -> Iterator[None]:
+    """File systems keep their clients, which have the address and the credentials of the first request."""
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    yield
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+@pytest.fixture(scope="module")
+def proxy_of_module(s3_server: S3Server) -> Iterator[S3Faults]:
     proxy = S3Faults(s3_server.url, s3_server.environment)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
     yield proxy
     proxy.stop()
+
+
+@pytest.fixture
+def proxy(proxy_of_module: S3Faults, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Faults]:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", proxy_of_module.url)
+    proxy_of_module.requests.clear()
+    yield proxy_of_module
+    proxy_of_module.heal()
 
 
 def of_s3(status: int, code: str) -> ClientError:
@@ -121,6 +135,7 @@ def test_slow_failures_are_not_retried_for_longer_than_fast_ones(monkeypatch: py
 SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("read", "write data")]
 
 
+@pytest.mark.usefixtures("new_clients")
 @pytest.mark.parametrize("method", ["write", "read data", *SLOW])
 def test_a_server_that_stays_silent_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections, and reads nothing of an upload that is larger than the buffers of a socket."""
@@ -177,6 +192,7 @@ def test_denied_request_is_not_retried(proxy: S3Faults) -> None:
     assert len(proxy.requests) == 1
 
 
+@pytest.mark.usefixtures("new_clients")
 def test_expired_credentials_are_read_again(
     proxy: S3Faults, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
