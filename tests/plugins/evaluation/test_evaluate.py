@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,10 +58,12 @@ metric_list:
 
 
 def skip_slow_parts() -> None:
-    """Indexing the thousands of tasks of the harness, and a list of all packages for its results, take many seconds."""
+    """Indexing the thousands of tasks of the harness, a list of all packages, and standard errors take many seconds."""
     from lm_eval import evaluator
+    from lm_eval.api import metrics
     from lm_eval.tasks import TaskManager
 
+    metrics.bootstrap_stderr = lambda *_, **__: 0.0
     TaskManager.__init__ = partialmethod(TaskManager.__init__, include_defaults=False)
     evaluator.add_env_info = lambda _results: None
 
@@ -113,19 +114,18 @@ def fluent_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # test_hf_to_hf.py compares the likelihoods and answers with lm-eval's own model
 def test_scores_equal_those_of_the_exported_model(fluent_run: Path, tmp_path: Path) -> None:
+    """On two ranks; test_tasks.py compares those of one with the scores of a run."""
     write_tasks(tmp_path)
     export = tmp_path / "hf"
     checked_command("torchtrain.convert", str(fluent_run), str(export), "--dtype", "float32")
-    with ThreadPoolExecutor(2) as both:
-        models = {"hf": f"pretrained={export},dtype=float32", "torchtrain": f"checkpoint={fluent_run}"}
-        theirs, ours = both.map(lambda name: evaluate(name, models[name], tmp_path, tmp_path / name), models)
-    on_two_ranks = evaluate("torchtrain", models["torchtrain"], tmp_path, tmp_path / "two", ranks=2)
+    theirs = evaluate("hf", f"pretrained={export},dtype=float32", tmp_path, tmp_path / "theirs")
+    ours = evaluate("torchtrain", f"checkpoint={fluent_run}", tmp_path, tmp_path / "ours", ranks=2)
     for task in TASKS:
         for metric, value in theirs["scores"][task].items():
             if isinstance(value, float):
                 assert ours["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
-                assert on_two_ranks["scores"][task][metric] == pytest.approx(value, rel=1e-5), (task, metric)
     assert ours["samples"]["complete"] == theirs["samples"]["complete"]
     assert len(set(map(str, ours["samples"]["complete"]))) > 1
     for own, other in zip(ours["samples"]["choice"], theirs["samples"]["choice"], strict=True):
@@ -186,19 +186,21 @@ def remove_bos_and_eos() -> None:
     SentencePieceTokenizer.__init__ = read_without_tokens  # type: ignore[method-assign]
 
 
-def test_task_without_context_needs_a_bos_or_eos_token(trained_run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "task", [task if task == "complete" else pytest.param(task, marks=pytest.mark.slow) for task in TASKS]
+)
+def test_task_without_context_needs_a_bos_or_eos_token(trained_run: Path, tmp_path: Path, task: str) -> None:
     write_tasks(tmp_path)
     (tmp_path / "choices.jsonl").write_text(json.dumps({**CHOICES[0], "context": ""}) + "\n")
     options = ["--model", "torchtrain", "--model_args", f"checkpoint={trained_run}", "--device", "cpu"]
-    for task in TASKS:
-        found = run_command(
-            *("torchtrain.evaluate", *options, "--tasks", task, "--include_path", str(tmp_path)),
-            environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
-            hook=remove_bos_and_eos,
-        )
-        assert found.returncode == 2, found.stderr
-        assert "error: the task has texts without a context, and the tokenizer has neither a BOS" in found.stderr
-        assert "Traceback" not in found.stderr
+    found = run_command(
+        *("torchtrain.evaluate", *options, "--tasks", task, "--include_path", str(tmp_path)),
+        environment={"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+        hook=remove_bos_and_eos,
+    )
+    assert found.returncode == 2, found.stderr
+    assert "error: the task has texts without a context, and the tokenizer has neither a BOS" in found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def remove_harness() -> None:
@@ -220,15 +222,17 @@ def test_missing_harness_is_a_one_line_error() -> None:
             "Tasks not found: none; `lm-eval ls tasks` lists",
         ),
         ("--model_args checkpoint=nowhere --tasks choice", "nowhere does not exist; give a run's folder"),
-        (
+        pytest.param(
             "--model hf --model_args checkpoint=none --tasks choice",
             "missing 1 required positional argument: 'pretrained'",
+            marks=pytest.mark.slow,
         ),
         ("--model other --model_args checkpoint=none --tasks choice", "load model 'other', but no model for this name"),
-        ("--model_args checkpoint=none", "No tasks specified, or no tasks found"),
-        (
+        pytest.param("--model_args checkpoint=none", "No tasks specified, or no tasks found", marks=pytest.mark.slow),
+        pytest.param(
             "--model_args checkpoint=none --tasks choice --log_samples",
             "Specify --output_path if providing --log_samples",
+            marks=pytest.mark.slow,
         ),
         ("--config nowhere.yaml", "Config file not found"),
     ],

@@ -40,7 +40,7 @@ def all_steps(*args, **kwargs) -> list[list[int]]:
     return [[token for token in column if token is not None] for column in columns]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [pytest.param("llama2", marks=pytest.mark.slow), "llama3.1", "tied"])
 def test_greedy_equals_transformers_token_for_token(shape: str) -> None:
     model = random_model(shape)
     reference = reference_of(model).eval()
@@ -174,9 +174,9 @@ def test_generate_writes_the_same_text_for_any_batch_size_and_on_two_ranks(train
         assert "3 of 3 prompts" in result.stderr
         return [json.loads(line) for line in output.read_text().splitlines()]
 
-    separate, batched, two_ranks = map(write, (1, 1, 2), (1, 8, 8))
+    separate, batched = write(1, 1), write(2, 8)
     assert [line["prompt"] for line in batched] == prompts
-    assert batched == separate == two_ranks
+    assert batched == separate
     streamed = run_generate(str(trained_run), "--prompt", prompts[0], *options)
     assert streamed.stdout == prompts[0] + batched[0]["text"] + "\n"
 
@@ -198,6 +198,7 @@ def test_missing_or_damaged_checkpoint_is_a_user_error(trained_run: Path, tmp_pa
     assert "Traceback" not in missing.stderr + result.stderr
 
 
+@pytest.mark.slow  # test_hf_to_hf.py compares texts of checkpoints and exports with those of transformers
 def test_greedy_text_equals_that_of_the_exported_model_in_transformers(trained_run: Path, tmp_path: Path) -> None:
     export = tmp_path / "hf"
     checked_command("torchtrain.convert", str(trained_run), str(export), "--dtype", "float32")
