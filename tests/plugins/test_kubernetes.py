@@ -368,6 +368,7 @@ def test_path_from_an_empty_bucket_to_a_resumed_run(forked_ranks: dict[str, str]
         *("--training.seq_len=32", "--model.shape.dim=32", "--model.shape.n_layers=1", "--model.shape.n_heads=2"),
         *("--model.shape.n_kv_heads=2", "--model.shape.ffn_dim=64", "--training.local_batch_size=1"),
         *("--metrics.log_freq=1", "--training.steps=100000", "--checkpoint.interval=100000"),
+        "--report.no-enable",
     ]
     cluster = Cluster(tmp_path, edits, options, {**forked_ranks, "GLOO_SOCKET_IFNAME": "lo"})
     try:

@@ -75,10 +75,11 @@ def test_concurrent_exports_to_one_folder_do_not_mix(tmp_path: Path, monkeypatch
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_made_by_another_process_meanwhile_is_kept(
+    exported_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torchtrain.models.model_config.flavor_config", lambda *_: TINY)
-    run, target = tmp_path / "run", tmp_path / "target"
-    finish(run, "--training.steps", "2", ranks=1)
+    target = tmp_path / "target"
 
     def make_target(tensor: torch.Tensor, _: str) -> torch.Tensor:
         target.mkdir(exist_ok=True)
@@ -87,8 +88,8 @@ def test_target_made_by_another_process_meanwhile_is_kept(tmp_path: Path, monkey
 
     monkeypatch.setattr("torchtrain.plugins.huggingface.conversion.finite", make_target)
     with pytest.raises(CheckpointError, match=r"target could not be written: .*Directory not empty"):
-        convert(run, target, "torchtrain", "float32")
-    assert {path.name for path in tmp_path.iterdir()} == {"run", "target"}
+        convert(exported_run, target, "torchtrain", "float32")
+    assert [path.name for path in tmp_path.iterdir()] == ["target"]
     assert [path.name for path in target.iterdir()] == ["theirs"]
 
 
@@ -139,7 +140,7 @@ def test_config_for_continued_pretraining_needs_model_and_data_options(exported_
     hf = str(exported_run / "hf")
     small = ("--training.seq_len", "32", "--training.global_batch_size", "2", "--training.steps", "2")
     start = (*config, "--job.dump_folder", str(folder), "--model.hf_folder", hf, *small)
-    start += ("--checkpoint.initial_load_path", hf, "--metrics.log_freq", "1")
+    start += ("--checkpoint.initial_load_path", hf, "--metrics.log_freq", "1", "--report.no-enable")
     rejected = run_command(*start)
     assert (rejected.returncode, "data.path = 'YOUR_TEXTS' does not exist" in rejected.stderr) == (2, True), (
         rejected.stderr
