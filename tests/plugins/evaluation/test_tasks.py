@@ -421,7 +421,7 @@ def test_stop_is_seen_while_requests_are_built(tmp_path: Path) -> None:
         *("--job.dump_folder", str(tmp_path / "run"), "--data.path", str(tmp_path / "text.txt")),
         *("--training.steps", "4", "--training.seq_len", "64", "--training.local_batch_size", "2"),
         *("--training.global_batch_size", "2", "--model.shape.n_layers", "1", "--model.shape.dim", "64"),
-        *("--model.shape.n_heads", "4", "--model.shape.ffn_dim", "128"),
+        *("--model.shape.n_heads", "4", "--model.shape.ffn_dim", "128", "--report.no-enable"),
         *(*options, "--evaluation.tasks", "empty"),
         environment=OFFLINE,
         hook=signal_while_requests_are_built,
