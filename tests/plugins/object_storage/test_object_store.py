@@ -132,11 +132,10 @@ def test_slow_failures_are_not_retried_for_longer_than_fast_ones(monkeypatch: py
     assert sum(PAUSES_SECONDS) == 243
 
 
-SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("read", "write data")]
-
-
 @pytest.mark.usefixtures("new_clients")
-@pytest.mark.parametrize("method", ["write", "read data", *SLOW])
+@pytest.mark.parametrize(
+    "method", ["write", "read data", *(pytest.param(of, marks=pytest.mark.slow) for of in ("read", "write data"))]
+)
 def test_a_server_that_stays_silent_is_an_error(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It accepts connections, and reads nothing of an upload that is larger than the buffers of a socket."""
     silent = socket.create_server(("127.0.0.1", 0))
@@ -159,11 +158,12 @@ def test_a_server_that_stays_silent_is_an_error(method: str, monkeypatch: pytest
     silent.close()
 
 
-KINDS = ["lost answer", "truncate"]  # test_s3_checkpoints.py has all in a run
-KINDS += [pytest.param(kind, marks=pytest.mark.slow) for kind in ("slow down", "error", "timeout", "reset")]
+OF_A_RUN = ("slow down", "error", "timeout", "reset")  # test_s3_checkpoints.py has them in a run, too
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["lost answer", "truncate", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OF_A_RUN)]
+)
 def test_each_request_succeeds_after_a_fault(kind: str, proxy: S3Faults) -> None:
     store = ObjectStore(f"s3://bucket/{kind.replace(' ', '-')}", "checkpoint.folder")
     requests = (
