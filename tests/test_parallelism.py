@@ -2,9 +2,10 @@
 
 import argparse
 import math
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import chain, combinations, product
 from pathlib import Path
 from statistics import geometric_mean, mean
@@ -18,11 +19,14 @@ from parity import TINY, Curve, assert_same_run, config_of, train
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.models.llama import Transformer, TransformerConfig
+from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.pipeline_llama import gradients_to_assign
+from torchtrain.trainer import TrainStep
 
 # As many key/value heads as the largest tensor degree, and twice as many query heads.
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=104)
@@ -56,10 +60,10 @@ def layout(text: str) -> tuple[int, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def references(gloo: GlooPool) -> dict[str, Curve]:
-    """Curves of one rank with the batch in one microbatch, by model."""
+def reference(gloo: GlooPool) -> Callable[[str], Curve]:
+    """Returns the curve of a model on one rank with the batch in one microbatch."""
     config = config_of(training={"local_batch_size": 8})
-    return {name: gloo.run(1, train, config, model)[0] for name, model in MODELS.items()}
+    return cache(lambda name: gloo.run(1, train, config, MODELS[name])[0])
 
 
 def run(
@@ -99,6 +103,7 @@ LAYOUTS = [
     ("S2 T2", "qwen2"),
     ("S2 T2 P2", "tied-odd"),
     ("S2 C2 T2", "odd"),
+    ("C2 P2 Interleaved1F1B", "deep"),
     ("R2 C2 P2 Interleaved1F1B", "deep"),
     ("T2", "qwen3"),
     ("S2 T2 C2 P2", "qwen3"),
@@ -111,25 +116,29 @@ def quick(cases: Sequence[Any], *slow: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.slow if case in slow else ()) for case in cases]
 
 
-SLOW = [("S8", "plain"), ("T2", "plain"), ("C4", "odd"), ("P4", "deep-tied"), ("S2 P2 ZBVZeroBubble", "deep")]
-SLOW += [("S2 T2", "tied-odd"), ("S2 T2 P2", "tied-odd"), ("S2 C2 T2", "odd"), ("S2 T2 C2 P2", "qwen3")]
+# The tests below have the other axes and schedules.
+QUICK = [("R2 S2", "tied"), ("P2 GPipe", "plain"), ("C2 P2 Interleaved1F1B", "deep")]
 
 
-@pytest.mark.parametrize(("text", "model"), quick(LAYOUTS, *SLOW))
-def test_every_layout_matches_one_rank(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
-    assert_same_run(run(gloo, text, MODELS[model]), references[model])
+@pytest.mark.parametrize(("text", "model"), quick(LAYOUTS, *(case for case in LAYOUTS if case not in QUICK)))
+def test_every_layout_matches_one_rank(
+    gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str
+) -> None:
+    assert_same_run(run(gloo, text, MODELS[model]), reference(model))
 
 
-CHUNKED = [("S2", "tied"), ("T2", "odd"), ("C2", "plain"), ("P2", "tied"), ("S2 T2 P2", "plain")]
+CHUNKED = [("S2", "tied"), ("T2", "tied-odd"), ("C2", "plain"), ("P2", "tied"), ("S2 T2 P2", "plain")]
 
 
-@pytest.mark.parametrize(("text", "model"), quick(CHUNKED, ("S2 T2 P2", "plain")))
-def test_chunked_loss_matches_one_rank(gloo: GlooPool, references: dict[str, Curve], text: str, model: str) -> None:
+@pytest.mark.parametrize(("text", "model"), quick(CHUNKED, ("S2", "tied"), ("S2 T2 P2", "plain")))
+def test_chunked_loss_matches_one_rank(
+    gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str
+) -> None:
     curves = run(gloo, text, MODELS[model], training={"loss_chunk_tokens": 8})
-    assert_same_run(curves, references[model])
+    assert_same_run(curves, reference(model))
     for curve in curves:  # the first step, before training amplifies differences
-        assert curve.losses[0] == pytest.approx(references[model].losses[0], rel=1e-6)
-        assert curve.grad_norms[0] == pytest.approx(references[model].grad_norms[0], rel=1e-6)
+        assert curve.losses[0] == pytest.approx(reference(model).losses[0], rel=1e-6)
+        assert curve.grad_norms[0] == pytest.approx(reference(model).grad_norms[0], rel=1e-6)
 
 
 def train_and_count_unsharded_gradients(config: JobConfig, shape: TransformerConfig) -> tuple[Curve, int, int]:
@@ -171,9 +180,9 @@ ACCUMULATED = ["S2", "R2 S2", "S2 P2", "R2 P2 Interleaved1F1B", "P2 InterleavedZ
     ),
 )
 def test_gradients_are_accumulated_sharded_or_unsharded_as_configured(
-    gloo: GlooPool, references: dict[str, Curve], text: str, accumulation: str
+    gloo: GlooPool, reference: Callable[[str], Curve], text: str, accumulation: str
 ) -> None:
-    model = "deep" if "Interleaved" in text else "plain"
+    model = "deep-tied" if "Interleaved" in text else "plain"
     found: Any = run(
         gloo,
         text,
@@ -183,7 +192,7 @@ def test_gradients_are_accumulated_sharded_or_unsharded_as_configured(
         parallelism={"fsdp_gradient_accumulation": accumulation},
     )
     curves = [curve for curve, _, _ in found]
-    assert_same_run(curves, references[model])
+    assert_same_run(curves, reference(model))
     for _, unsharded, parameters in found:
         if accumulation == "unsharded":
             assert unsharded > parameters / 2
@@ -194,40 +203,83 @@ def test_gradients_are_accumulated_sharded_or_unsharded_as_configured(
 @pytest.mark.parametrize(
     ("text", "model", "changes"),
     [
-        ("T2 P2", "plain", {"parallelism": {"enable_sequence_parallel": False}}),
         ("P2", "deep", {"parallelism": {"pipeline_parallel_layers_per_stage": (1, 3)}}),
         ("P2", "plain", {"training": {"local_batch_size": 4}, "parallelism": {"pipeline_parallel_microbatches": 2}}),
-        ("S2 P2", "plain", {"training": {"local_batch_size": 2}}),
         ("C2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
-        ("P2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
-        pytest.param(
-            *("P2 ZBVZeroBubble", "deep", {"activation_checkpoint": {"mode": "full"}}), marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "P2 InterleavedZeroBubble",
-            "deep",
-            {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}},
-            marks=pytest.mark.slow,
+        ("P2 ZBVZeroBubble", "deep", {"activation_checkpoint": {"mode": "full"}}),
+        ("S2 T2", "qwen2", {"activation_checkpoint": {"mode": "selective"}}),
+        ("T2 P2", "qwen3", {"parallelism": {"enable_sequence_parallel": False}}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("T2 P2", "plain", {"parallelism": {"enable_sequence_parallel": False}}),
+                ("S2 P2", "plain", {"training": {"local_batch_size": 2}}),
+                ("P2", "plain", {"activation_checkpoint": {"mode": "selective"}}),
+                (
+                    "P2 InterleavedZeroBubble",
+                    "deep",
+                    {"activation_checkpoint": {"mode": "selective", "selective_option": "2"}},
+                ),
+                ("T2", "qwen2", {"activation_checkpoint": {"mode": "selective"}}),
+                ("T2", "qwen3", {"parallelism": {"enable_sequence_parallel": False}}),
+            )
         ),
     ],
 )
 def test_options_do_not_change_the_run(
-    gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, dict[str, Any]]
+    gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str, changes: dict[str, dict[str, Any]]
 ) -> None:
-    assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
+    assert_same_run(run(gloo, text, MODELS[model], **changes), reference(model))
 
 
+def gradients_of_a_step(config: JobConfig, model: TransformerConfig) -> dict[str, Tensor]:
+    """The full gradients of this rank's layers in the first step."""
+    gradients: dict[str, Tensor] = {}
+
+    def record(train_step: TrainStep) -> None:
+        update = train_step.optimizer.step
+
+        def record_and_update(*args: Any) -> None:
+            for part in train_step.model.model_parts:
+                for name, parameter in part.named_parameters():
+                    assert isinstance(parameter.grad, DTensor)
+                    gradients[full_name(name)] = parameter.grad.full_tensor().clone()
+            update(*args)
+
+        train_step.optimizer.step = record_and_update  # type: ignore[method-assign]
+
+    train(config, model, steps=1, attach=record)
+    return gradients
+
+
+@pytest.fixture(scope="module")
+def gradients(gloo: GlooPool) -> Callable[[str, str], dict[str, Tensor]]:
+    """Returns the gradients of a step on a layout, by dtype; they are not clipped."""
+
+    def found(text: str, dtype: str) -> dict[str, Tensor]:
+        training = {"mixed_precision_param": dtype, "max_norm": math.inf}
+        ranks: Any = run(gloo, text, MODELS["odd"], gradients_of_a_step, training=training)  # type: ignore[arg-type]
+        return dict(ChainMap(*ranks))
+
+    return cache(found)
+
+
+# Of eight seeds, the mean error is 0.94 to 1.06 times that of one rank, and of a single parameter at most 1.35 times.
 @pytest.mark.parametrize(
-    ("text", "model", "changes"),
-    [
-        ("T2", "qwen2", {"activation_checkpoint": {"mode": "selective"}}),
-        ("T2", "qwen3", {"parallelism": {"enable_sequence_parallel": False}}),
-    ],
+    "text", ["T2", "C2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("S2", "P2", "T2 C2"))]
 )
-def test_qkv_bias_and_qk_norm_do_not_change_with_options(
-    gloo: GlooPool, references: dict[str, Curve], text: str, model: str, changes: dict[str, Any]
+def test_bfloat16_gradients_have_the_errors_of_one_rank(
+    gradients: Callable[[str, str], dict[str, Tensor]], text: str
 ) -> None:
-    assert_same_run(run(gloo, text, MODELS[model], **changes), references[model])
+    exact = gradients("", "float32")
+    found, one_rank = (
+        {name: ((gradient - exact[name]).norm() / exact[name].norm()).item() for name, gradient in of_layout.items()}
+        for of_layout in (gradients(text, "bfloat16"), gradients("", "bfloat16"))
+    )
+    assert found.keys() == one_rank.keys() == exact.keys()
+    assert 1e-3 < mean(one_rank.values()) < 2e-2
+    assert mean(found.values()) <= 1.1 * mean(one_rank.values())
+    assert [name for name, error in found.items() if error > 1.5 * one_rank[name]] == []
 
 
 BFLOAT16_SEEDS = (1, 2, 3)
@@ -279,9 +331,8 @@ def _distances(pairs: Iterable[tuple[Curve, Curve]], name: str) -> list[float]:
 # Splitting the batch changes where gradients are rounded, but not activations. Tensor and context parallelism change
 # where activations are rounded: partial products before they are summed, probabilities in attention. So does another
 # attention kernel. "T2 C2" adds nothing to these but the combination itself, which float32 verifies to 1e-5.
-@pytest.mark.parametrize(
-    "text", ["T2", *(pytest.param(text, marks=pytest.mark.slow) for text in ("S2", "P2", "C2", "T2 C2"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["T2", "S2", "P2", "C2", "T2 C2"])
 def test_bfloat16_stays_within_the_noise_of_one_rank(
     gloo: GlooPool, bfloat16_one_rank: dict[int, list[Curve]], text: str
 ) -> None:
