@@ -66,6 +66,10 @@ def _collectives(parallelism: dict[str, Any], n_layers: int, mode: str) -> list[
     return [forward.seen, backward.seen, once.seen]
 
 
+def _of_two_and_three_layers(parallelism: dict[str, Any], mode: str) -> list[list[Counter[tuple[str, int]]]]:
+    return [_collectives(parallelism, n_layers, mode) for n_layers in (2, 3)]
+
+
 HIDDEN = 4 * BS * SEQ * DIM  # bytes, in float32
 PARAMETERS = 4 * LAYER
 KEYS_VALUES = 4 * 2 * BS * SEQ * KV_DIM
@@ -91,18 +95,23 @@ FSDP_BACKWARD = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 
             FSDP_BACKWARD,
             {},
         ),
-        (TENSOR, "none", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 2}, NORMS),
+        pytest.param(
+            *(TENSOR, "none", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 2}, NORMS), marks=pytest.mark.slow
+        ),
         # All-gathers run again in recomputation, because their outputs are larger than their inputs. Sums are saved.
         (TENSOR, "selective", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 2}, NORMS),
-        (TENSOR, "full", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 3}, NORMS),  # the last output is not used
+        pytest.param(  # the last output is not used
+            *(TENSOR, "full", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 4, SCATTERS: 3}, NORMS), marks=pytest.mark.slow
+        ),
         (NO_SEQUENCE_PARALLEL, "none", {REDUCTIONS: 2}, {REDUCTIONS: 2}, NORMS),
         pytest.param(*(NO_SEQUENCE_PARALLEL, "full", {REDUCTIONS: 2}, {REDUCTIONS: 3}, NORMS), marks=pytest.mark.slow),
-        (
+        pytest.param(
             CONTEXT,
             "none",
             {KEYS_VALUES_GATHERS: 1, ("all-gather", PARAMETERS): 1},
             {("reduce-scatter", KEYS_VALUES): 1, **FSDP_BACKWARD},
             {},
+            marks=pytest.mark.slow,
         ),
         (
             CONTEXT,
@@ -121,7 +130,7 @@ def test_collectives_per_additional_layer(
     backward: dict[tuple[str, int], int],
     once: dict[tuple[str, int], int],
 ) -> None:
-    fewer, more = (gloo.run(2, _collectives, parallelism, n_layers, mode)[0] for n_layers in (2, 3))
+    fewer, more = gloo.run(2, _of_two_and_three_layers, parallelism, mode)[0]
     for a, b, expected in zip(fewer, more, (forward, backward, once), strict=True):
         b.subtract(a)
         assert {call: count for call, count in b.items() if count} == expected

@@ -19,13 +19,14 @@ from parity import STEPS, TINY, Curve, assert_same_run, config_of, train
 from torch._dynamo.utils import counters
 
 from torchtrain.config.schema import JobConfig
+from torchtrain.metrics.validation import Validator
 from torchtrain.models.llama import TransformerConfig
 
 SHAPE = replace(TINY, n_layers=2)
 TRAINING = {"loss_chunk_tokens": 8, "local_batch_size": 4}  # two microbatches
 DOCUMENT_START = 7  # a token of TINY's vocabulary of 100, which occurs in the random rows
-# Compiling C++ takes most of the time, so only a plain block is compiled by Inductor in the default tests. The others
-# build and partition the graphs that Inductor would get, and run them uncompiled.
+# Compiling C++ takes most of the time. The default tests build and partition the graphs that Inductor would get, and
+# run them uncompiled.
 GRAPHS = "aot_eager_decomp_partition"
 
 
@@ -58,7 +59,8 @@ def eager(gloo: GlooPool) -> Curve:
 @pytest.mark.parametrize(
     ("mode", "backend"),
     [
-        *both_backends("none"),
+        pytest.param("none", GRAPHS, marks=pytest.mark.slow),
+        pytest.param("none", "inductor", marks=pytest.mark.slow),
         *both_backends("selective"),
         pytest.param("full", GRAPHS, marks=pytest.mark.slow),
         pytest.param("full", "inductor", marks=pytest.mark.slow),
@@ -104,24 +106,38 @@ def test_tensor_parallel_ranks_compile_one_graph(gloo: GlooPool, backend: str) -
 
 @contextmanager
 def counted_graphs() -> Iterator[None]:
-    """Compile with a backend that does nothing, and write the number of graphs at the end."""
+    """Compile with a backend that does nothing, and write the number of graphs after each step and its validation."""
     counters.clear()
-    with patch.object(torch, "compile", partial(torch.compile, backend="eager")):
+    validate = Validator.maybe_run
+
+    def counted(*args: Any, **options: Any) -> None:
+        validate(*args, **options)
+        sys.stdout.write(f"graphs: {counters['stats']['unique_graphs']}\n")
+
+    with (
+        patch.object(torch, "compile", partial(torch.compile, backend="eager")),
+        patch.object(Validator, "maybe_run", counted),
+    ):
         yield
-    sys.stdout.write(f"graphs: {counters['stats']['unique_graphs']}\n")
 
 
-def graphs_with_validations(folder: Path, *options: str) -> int:
-    """The number of graphs of a run with validations, whose last batch is not full."""
+def graphs_after_steps(folder: Path, *options: str) -> list[int]:
+    """The number of graphs after each step of a run with validations, whose last batch is not full."""
     folder.mkdir()
     held_out = folder / "held_out.txt"
     held_out.write_text("some words that nobody has trained on\n" * 11)
     options = ("--compile.enable", "--validation.enable", f"--validation.path={held_out}", *options)
     output = finish(folder, *options, "--validation.interval=2", ranks=1, hook=counted_graphs)
-    return int(re.findall(r"graphs: (\d+)", output)[-1])
+    return [int(number) for number in re.findall(r"graphs: (\d+)", output)]
+
+
+def graphs_with_validations(folder: Path, *options: str) -> int:
+    """The number of graphs of such a run."""
+    return graphs_after_steps(folder, *options)[-1]
 
 
 def test_number_of_graphs_does_not_grow_with_validations(tmp_path: Path) -> None:
-    few = graphs_with_validations(tmp_path / "few", "--training.steps=2")
-    assert 0 < few <= 4  # of blocks and of the loss, with gradients and without
-    assert graphs_with_validations(tmp_path / "many", "--training.steps=4") == few
+    graphs = graphs_after_steps(tmp_path / "run", "--training.steps=4")
+    assert len(graphs) == 4
+    assert 0 < graphs[1] <= 4  # of blocks and of the loss, with gradients and without
+    assert graphs[3] == graphs[1]

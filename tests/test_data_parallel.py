@@ -49,12 +49,12 @@ def reference(gloo: GlooPool) -> Curve:
     [
         (1, 1, {}),
         (1, 2, {"fsdp_reshard_after_forward": "always"}),  # one FSDP group per block, as on one GPU
-        (1, 2, {"fsdp_reshard_after_forward": "never"}),
+        pytest.param(1, 2, {"fsdp_reshard_after_forward": "never"}, marks=pytest.mark.slow),
         pytest.param(2, 1, {}, marks=pytest.mark.slow),
-        (2, 2, {}),
+        pytest.param(2, 2, {}, marks=pytest.mark.slow),
         pytest.param(4, 1, {}, marks=pytest.mark.slow),
         pytest.param(4, 2, {}, marks=pytest.mark.slow),  # one microbatch
-        (4, 1, {"data_parallel_replicate_degree": 2}),
+        pytest.param(4, 1, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
         pytest.param(4, 2, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
         pytest.param(2, 1, {"data_parallel_replicate_degree": 2}, marks=pytest.mark.slow),
         (2, 2, {"fsdp_reshard_after_forward": "always"}),
@@ -68,7 +68,7 @@ def test_data_parallel_run_equals_one_rank_for_any_accumulation(
     assert_same_run(gloo.run(ranks, train, config, MODEL), reference)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "checkpoint",
     [{"mode": "full"}, {"mode": "selective"}, {"mode": "selective", "selective_option": "2"}],
@@ -163,7 +163,7 @@ def _norm_of_a_large_gradient() -> tuple[float, float]:
     return clip_grad_norm([model], 1.0, parallel_model.reducer).item(), math.sqrt(squares)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_norm_of_a_large_gradient_is_exact_on_any_number_of_ranks(gloo: GlooPool, ranks: int) -> None:
     for norm, exact in gloo.run(ranks, _norm_of_a_large_gradient):
         assert norm == pytest.approx(exact, rel=2e-7)
@@ -193,7 +193,7 @@ def _weights_after_updates(implementation: Any) -> tuple[dict[str, Any], dict[st
     return full_weights([model]), {name: tensor.detach() for name, tensor in plain.items()}
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("implementation", ["fused", pytest.param("foreach", marks=pytest.mark.slow), "for-loop"])
 def test_sharded_updates_equal_those_of_torch_adamw(gloo: GlooPool, implementation: str) -> None:
     for weights, reference in gloo.run(2, _weights_after_updates, implementation):
         torch.testing.assert_close(weights, reference, rtol=1e-5, atol=1e-6)  # three steps of size 1e-2
@@ -209,7 +209,7 @@ def _fsdp_groups(parallelism: dict[str, Any]) -> int:
     [
         (1, "default", 1),
         (1, "always", 2 + TINY.n_layers),
-        (1, "never", 2 + TINY.n_layers),
+        pytest.param(1, "never", 2 + TINY.n_layers, marks=pytest.mark.slow),
         (2, "default", 2 + TINY.n_layers),
     ],
 )
@@ -262,7 +262,7 @@ def test_degrees_must_multiply_to_the_number_of_ranks(parallelism: ParallelismCo
         resolve_parallel_dims(parallelism, world)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(300, marks=pytest.mark.slow), 1023])
+@pytest.mark.parametrize("rank", [*(pytest.param(rank, marks=pytest.mark.slow) for rank in (0, 300)), 1023])
 def test_largest_model_is_sharded_over_all_axes(rank: int) -> None:
     degrees = ParallelDims(pipeline=8, replicate=2, shard=4, context=2, tensor=8)
     dist.init_process_group("fake", rank=rank, world_size=1024, store=FakeStore())
@@ -300,7 +300,7 @@ def _norms_around_clipping() -> tuple[int, list[float]]:
     return elements, [clip_grad_norm([model], limit, parallel_model.reducer).item() for limit in (3.0, 5.0, math.inf)]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_gradient_norm_is_clipped_and_never_scaled_up(gloo: GlooPool, ranks: int) -> None:
     for elements, norms in gloo.run(ranks, _norms_around_clipping):
         assert norms == pytest.approx([math.sqrt(elements), 3.0, 3.0], rel=1e-5)
@@ -368,6 +368,10 @@ def norm_gradients(
     return gradients
 
 
+def _own_and_total(gradients: Callable[..., Any], config: JobConfig, shape: TransformerConfig) -> tuple[Any, Any]:
+    return gradients(config, shape, False), gradients(config, shape, True)
+
+
 @pytest.mark.parametrize("sequence", [True, False])
 def test_norm_gradients_are_reduced_over_tensor_parallel_ranks_in_float32(gloo: GlooPool, sequence: bool) -> None:
     assert_norm_gradients_are_reduced(gloo, sequence, "fast", norm_gradients)
@@ -381,8 +385,7 @@ def assert_norm_gradients_are_reduced(
         training={"mixed_precision_param": "bfloat16", "sums": sums, "local_batch_size": 8}, parallelism=parallelism
     )
     shape = replace(TINY, qk_norm=True)
-    own = gloo.run(2, gradients, config, shape, False)
-    total = gloo.run(2, gradients, config, shape, True)
+    own, total = zip(*gloo.run(2, _own_and_total, gradients, config, shape), strict=True)
     assert total[0].keys() == own[0].keys()
     for name, found in total[0].items():
         assert torch.equal(found, total[1][name]), f"{name} differs between ranks"

@@ -18,6 +18,9 @@ from data_samples import (
 from torchtrain.datasets.options import DataConfig, SourceConfig
 
 SOURCES = ["jsonl", "txt", "standard library", "tokens", "packed", "mix", "mix read once"]
+# The mixes have all sources but the packed ones.
+QUICK = ["packed", "mix", "mix read once"]
+PARAMETERS = [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in SOURCES]
 STEPS = 50
 
 
@@ -43,12 +46,12 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, DataConfig]:
     }
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", PARAMETERS)
 def test_rows_do_not_depend_on_ranks_or_prefetching(configs: dict[str, DataConfig], source: str) -> None:
     check_any_ranks(configs[source], STEPS)
 
 
-@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("source", PARAMETERS)
 def test_resume_at_random_steps_with_other_degrees_gives_the_same_rows(
     configs: dict[str, DataConfig], source: str
 ) -> None:
@@ -67,7 +70,9 @@ def test_each_epoch_has_every_window_once(configs: dict[str, DataConfig]) -> Non
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
 
 
-@pytest.mark.parametrize("weights", [(1, 1), (0.7, 0.3), (5, 3, 1.5, 0.5)])
+@pytest.mark.parametrize(
+    "weights", [*(pytest.param(pair, marks=pytest.mark.slow) for pair in ((1, 1), (0.7, 0.3))), (5, 3, 1.5, 0.5)]
+)
 def test_sources_are_mixed_by_weight(tmp_path: Path, weights: tuple[float, ...]) -> None:
     """Each source has a word of its own, so that the source of a row is known."""
     words = ["j", "k", "q", "z"][: len(weights)]

@@ -79,7 +79,7 @@ MODEL = replace(TINY, n_layers=2, vocab_size=20)  # one token in twenty begins a
 @pytest.mark.parametrize(
     ("ranks", "rows", "parallelism"),
     [
-        (1, 2, {}),
+        pytest.param(1, 2, {}, marks=pytest.mark.slow),  # as with activation checkpointing
         (2, 8, {"tensor_parallel_degree": 2}),
         (2, 8, {"pipeline_parallel_degree": 2}),
         (4, 4, {"context_parallel_degree": 2, "data_parallel_shard_degree": 2}),

@@ -148,7 +148,7 @@ def test_held_out_documents_have_another_label_than_a_source_of_validation(
     assert "only in [validation]" not in "".join(documents_in(loaders["text_held_out"]))
 
 
-@pytest.mark.parametrize("seq_len", [7, 32, 500])
+@pytest.mark.parametrize("seq_len", [pytest.param(7, marks=pytest.mark.slow), 32, 500])
 def test_windows_of_a_validation_depend_on_the_documents_alone(text: str, seq_len: int) -> None:
     """For any batch and any ranks, also when the data are read again: every token once, with the bytes of the text."""
     found = []
@@ -219,7 +219,7 @@ def test_held_out_part_of_the_default_data_is_not_one_of_others(
     assert held_out("default.toml", "--data.path", text, "--data.held_out", "0.2") == 0.2
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["text", pytest.param("tokens", marks=pytest.mark.slow)])
 def test_run_validates_on_what_it_holds_out(kind: str, tmp_path: Path, text: str) -> None:
     """Without another option, beside data of its own, and on any ranks."""
     path = str(source_of(kind, tmp_path, text).path)

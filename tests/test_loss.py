@@ -223,7 +223,7 @@ def vocab_sizes_of_the_chunks(tensor_degree: int) -> set[int]:
 
     config = config_of(parallelism={"tensor_parallel_degree": tensor_degree}, training={"local_batch_size": 8})
     with patch.object(OutputLoss, "chunks", recorded):
-        train(config, replace(TINY, vocab_size=101), steps=1)
+        train(config, replace(TINY, vocab_size=101, n_layers=1), steps=1)
     return seen
 
 

@@ -112,7 +112,7 @@ def imported(modules: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 # Tensor parallelism of each model depends on its modules; the other layouts take blocks as they are.
-@on_layouts(*((name, "tensor") for name in MODELS_OF_PAGES), ("sandwich", "pipeline"))
+@on_layouts(("parallel_block", "tensor"), ("layer_norm", "tensor"), ("sandwich", "pipeline"))
 def test_own_model_trains_the_same_run_on_two_ranks(
     trained: tuple[str, Path], modules: Path, layout: str, tmp_path: Path
 ) -> None:

@@ -132,7 +132,7 @@ def run_layout(
 @pytest.mark.parametrize(
     ("saved_on", "resumed_on", "tied"),
     [
-        ("shard 2", ["1 rank"], False),
+        pytest.param("shard 2", ["1 rank"], False, marks=pytest.mark.slow),
         ("tensor 2 x shard 2", ["pipeline 2"], True),
         pytest.param("pipeline 2", ["shard 2"], True, marks=pytest.mark.slow),
         pytest.param("shard 4", ["1 rank", "pipeline 2"], False, marks=pytest.mark.slow),

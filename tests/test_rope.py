@@ -19,7 +19,8 @@ FLOAT32_TABLES = {(torch.bfloat16, torch.float32, torch.float32, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=pytest.mark.slow) if name == "replicate" else name for name in LAYOUTS]
+    "layout",
+    [name if name in ("shard", "tensor") else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
 )
 def test_tables_are_float32_in_every_block_of_a_bfloat16_step(gloo: GlooPool, layout: str) -> None:
     ranks, parallelism = LAYOUTS[layout]

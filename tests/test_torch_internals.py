@@ -77,6 +77,13 @@ def test_missing_name_raises_an_import_error_that_names_it() -> None:
         _ = internals.missing
 
 
+def first_name(node: ast.expr) -> str:
+    """The first word of a dotted name; empty if the attribute is one of another expression."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
 def private_uses(path: Path) -> Iterator[str]:
     """Yield the private names of torch that ``path`` imports or uses, as dotted paths; not operators in torch.ops."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -85,7 +92,7 @@ def private_uses(path: Path) -> Iterator[str]:
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Attribute):
+        elif isinstance(node, ast.Attribute) and first_name(node) == "torch":
             names = [ast.unparse(node)]
         for name in names:
             parts = name.split(".")

@@ -127,12 +127,12 @@ def test_every_token_of_the_set_counts_once(reference: list[tuple[int, dict[str,
 @pytest.mark.parametrize(
     ("ranks", "rows", "parallelism"),
     [
-        (1, 2, {}),
+        pytest.param(1, 2, {}, marks=pytest.mark.slow),
         (2, 4, {}),
         pytest.param(4, 1, {}, marks=pytest.mark.slow),
         (2, 8, {"tensor_parallel_degree": 2}),
-        (2, 8, {"context_parallel_degree": 2}),
-        (2, 8, {"pipeline_parallel_degree": 2}),
+        pytest.param(2, 8, {"context_parallel_degree": 2}, marks=pytest.mark.slow),
+        pytest.param(2, 8, {"pipeline_parallel_degree": 2}, marks=pytest.mark.slow),
         (2, 8, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
         pytest.param(
             2,
@@ -202,7 +202,7 @@ def weights_are_restored(config: JobConfig, ends_by_error: bool) -> bool:
     return all(torch.equal(local(after[name]), tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("ends_by_error", [False, True], ids=["stop", "error"])
+@pytest.mark.parametrize("ends_by_error", [pytest.param(False, marks=pytest.mark.slow), True], ids=["stop", "error"])
 def test_validation_of_averaged_weights_that_ends_early_restores_the_weights(
     gloo: GlooPool, folder: Path, ends_by_error: bool
 ) -> None:
@@ -336,6 +336,7 @@ def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Pa
         *("--training.steps", "3", "--training.seq_len", "64", "--training.local_batch_size", "2"),
         *("--validation.enable", "--validation.path", str(folder / "text.jsonl"), "--validation.interval", "2"),
         *("--validation.steps", "1", "--data.held_out", "0", "--data.document_mask", "--checkpoint.no-enable"),
+        *("--model.shape.n_layers", "1", "--model.shape.dim", "64", "--model.shape.ffn_dim", "128"),
     ]
     checked_command("torchtrain.train", *options)
     results = {line["step"]: line for line in read_metrics(tmp_path) if "validation_loss" in line}
@@ -347,12 +348,12 @@ def test_train_command_validates_and_logs_the_results(folder: Path, tmp_path: Pa
 def test_run_ends_at_the_end_of_the_data(tmp_path: Path) -> None:
     options = options_of_little_data(tmp_path)
     assert "the data end" in finish(tmp_path / "run", *options, ranks=2)
-    finish(tmp_path / "run", *options, ranks=2)  # nothing is left to do
+    finish(tmp_path / "run", *options, ranks=1)  # nothing is left to do
     lines = read_metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "validation_loss" in line] == [max(line["step"] for line in lines)]
 
-    run = ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64")
-    assert run.wait() == [2, 2]
+    run = ForkedRun(tmp_path / "none", *options, "--training.global_batch_size", "64", ranks=1)
+    assert run.wait() == [2]
     assert "error: the data do not fill one batch" in run.output()
 
 
