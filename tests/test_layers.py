@@ -34,12 +34,16 @@ def layer_of(module: str) -> int:
     return LAYER_OF[name]
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_name)
-def test_imports_are_from_lower_layers(path: Path) -> None:
-    module = module_name(path)
-    if module == "torchtrain":
-        return
-    for imported in imports_of(path):
+@pytest.fixture(scope="module")
+def imports() -> dict[str, set[str]]:
+    """By module."""
+    return {module_name(path): imports_of(path) for path in FILES}
+
+
+def test_imports_are_from_lower_layers(imports: dict[str, set[str]]) -> None:
+    for module, imported in [(module, name) for module, names in imports.items() for name in names]:
+        if module == "torchtrain":
+            continue
         for banned in FORBIDDEN.get(module, set()) | FORBIDDEN.get(folder_of(module), set()):
             allowed = imported in ALLOWED.get(module, ())
             assert allowed or not is_within(imported, banned), f"{module} must not import {imported}"
@@ -48,8 +52,8 @@ def test_imports_are_from_lower_layers(path: Path) -> None:
             assert other < own or other == GROUND, f"{module} imports {imported}, which is not in a lower layer"
 
 
-def test_imports_have_no_cycles() -> None:
-    graph = {module_name(path): {i for i in imports_of(path) if i.startswith("torchtrain.")} for path in FILES}
+def test_imports_have_no_cycles(imports: dict[str, set[str]]) -> None:
+    graph = {name: {i for i in imported if i.startswith("torchtrain.")} for name, imported in imports.items()}
     graphlib.TopologicalSorter(graph).prepare()
 
 
