@@ -1,7 +1,7 @@
 """The compiler pass for asynchronous tensor parallelism: Inductor finds all collectives, and results stay the same."""
 
-from collections.abc import Callable
-from typing import Any
+import copy
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchtrain.distributed.mesh import local
 from torchtrain.models.llama import Transformer
 from torchtrain.parallelisms.tensor_parallel import apply_tensor_parallel
-
-Results = tuple[list[Tensor], list[tuple[int, int]]]
 
 
 def fusible(graph: fx.Graph) -> tuple[int, int]:
@@ -28,31 +26,13 @@ def fusible(graph: fx.Graph) -> tuple[int, int]:
     return sum(found), len(found)
 
 
-def block_results(batch: int, graph_pass: Callable[[fx.Graph], None] | None, compiled: bool = True) -> Results:
-    """Output and gradients of a tensor-parallel block of this rank, and ``fusible`` of forward and backward."""
-    # Slow to import, and with deprecated parts.
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._functorch.aot_autograd import make_boxed_func
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.fx_passes.post_grad import view_to_reshape
-
-    counts: list[tuple[int, int]] = []
-
-    def compiler(module: fx.GraphModule, _: Any) -> Any:
-        view_to_reshape(module)
-        if graph_pass is not None:
-            graph_pass(module.graph)
-        module.graph.lint()
-        module.recompile()
-        counts.append(fusible(module.graph))
-        return make_boxed_func(module.forward)
-
+def block_results(batch: int, backend: Any) -> list[Tensor]:
+    """Output and gradients of a tensor-parallel block of this rank; eager without a ``backend``."""
     torch.manual_seed(0)
     model = Transformer(TINY)
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",)), sequence_parallel=True)
     block = model.layers["0"]
-    if compiled:
-        backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
+    if backend is not None:
         torch._dynamo.reset()
         block.compile(fullgraph=True, dynamic=False, backend=backend)
     rank = torch.distributed.get_rank()
@@ -61,17 +41,54 @@ def block_results(batch: int, graph_pass: Callable[[fx.Graph], None] | None, com
     out = block(part, model.rope_cos[None, :, None], model.rope_sin[None, :, None])
     out.backward(grad.chunk(2, dim=1)[rank])
     gradients = [part.grad, *(local(parameter.grad) for parameter in block.parameters() if parameter.grad is not None)]
-    return [out.detach(), *(gradient for gradient in gradients if gradient is not None)], counts
+    return [out.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
-def _results(batch: int) -> list[Results]:
+class Results(NamedTuple):
+    """Results of a block, and of each of its graphs, which are the forward and the backward."""
+
+    eager: list[Tensor]
+    compiled: list[Tensor]
+    before: list[tuple[int, int]]
+    """``fusible`` of the graphs without the pass."""
+    after: list[tuple[int, int]]
+    plain_outputs: list[list[Tensor]]
+    """Outputs of the graphs without the pass."""
+    outputs: list[list[Tensor]]
+
+
+def _results(batch: int) -> Results:
+    # Slow to import, and with deprecated parts.
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import view_to_reshape
+
     from torchtrain.parallelisms.async_tensor_parallel import FusibleCollectives
 
-    return [
-        block_results(batch, None, compiled=False),
-        block_results(batch, None),
-        block_results(batch, FusibleCollectives()),
-    ]
+    results = Results(block_results(batch, None), [], [], [], [], [])
+
+    def compiler(module: fx.GraphModule, _: Any) -> Any:
+        view_to_reshape(module)
+        plain = copy.deepcopy(module)
+        results.before.append(fusible(module.graph))
+        FusibleCollectives()(module.graph)
+        results.after.append(fusible(module.graph))
+        for each in (plain, module):
+            each.graph.lint()
+            each.recompile()
+
+        def run_both(*args: Any) -> Any:
+            for each, outputs in ((plain, results.plain_outputs), (module, results.outputs)):
+                found = each(*args)
+                outputs.append([out.detach().clone() for out in found if isinstance(out, Tensor)])
+            return found
+
+        return make_boxed_func(run_both)
+
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, decompositions=select_decomp_table())
+    results.compiled.extend(block_results(batch, backend))
+    return results
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of torch.compile
@@ -79,14 +96,13 @@ def _results(batch: int) -> list[Results]:
 def test_all_collectives_of_a_block_become_fusible_without_a_change_of_results(
     gloo: GlooPool, batch: int, found: list[int]
 ) -> None:
-    for (eager, _), (plain, before), (ours, after) in gloo.run(2, _results, batch):
-        assert before == [(count, 4) for count in found]  # forward and backward, as Inductor does without the pass
-        assert after == [(4, 4), (4, 4)]
-        assert len(ours) == len(plain) == len(eager) == 11
-        assert torch.equal(ours[0], plain[0])
-        for a, b, reference in zip(ours, plain, eager, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(a, reference, rtol=1e-5, atol=1e-6)
+    for results in gloo.run(2, _results, batch):
+        assert results.before == [(count, 4) for count in found]  # forward and backward, as Inductor does without it
+        assert results.after == [(4, 4), (4, 4)]
+        assert len(results.compiled) == len(results.eager) == 11
+        assert torch.equal(results.outputs[0][0], results.plain_outputs[0][0])
+        torch.testing.assert_close(results.outputs, results.plain_outputs, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(results.compiled, results.eager, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("numbers", [(), (2.0,)])

@@ -88,12 +88,13 @@ FSDP_BACKWARD = {("all-gather", PARAMETERS): 1, ("reduce-scatter", PARAMETERS): 
 @pytest.mark.parametrize(
     ("parallelism", "mode", "forward", "backward", "once"),
     [
-        (
+        pytest.param(
             {"data_parallel_shard_degree": 2, "fsdp_reshard_after_forward": "always"},
             "none",
             {("all-gather", PARAMETERS): 1},
             FSDP_BACKWARD,
             {},
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *(TENSOR, "none", {GATHERS: 2, SCATTERS: 2}, {GATHERS: 2, SCATTERS: 2}, NORMS), marks=pytest.mark.slow

@@ -56,16 +56,9 @@ def eager(gloo: GlooPool) -> Curve:
     return gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS)[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(
-    ("mode", "backend"),
-    [
-        pytest.param("none", GRAPHS, marks=pytest.mark.slow),
-        pytest.param("none", "inductor", marks=pytest.mark.slow),
-        *both_backends("selective"),
-        pytest.param("full", GRAPHS, marks=pytest.mark.slow),
-        pytest.param("full", "inductor", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # the next test has the same with document masks
+@pytest.mark.parametrize("backend", [GRAPHS, "inductor"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_blocks_share_one_graph_and_the_loss_has_one(gloo: GlooPool, eager: Curve, mode: str, backend: str) -> None:
     config = config_of(training=TRAINING, compile={"enable": True}, activation_checkpoint={"mode": mode})
     [(compiled, counts)] = gloo.run(1, train_and_count, config, SHAPE, None, backend)
@@ -75,7 +68,7 @@ def test_blocks_share_one_graph_and_the_loss_has_one(gloo: GlooPool, eager: Curv
 
 @pytest.mark.parametrize("backend", both_backends())
 def test_document_masks_do_not_add_graphs(gloo: GlooPool, eager: Curve, backend: str) -> None:
-    config = config_of(training=TRAINING, compile={"enable": True})
+    config = config_of(training=TRAINING, compile={"enable": True}, activation_checkpoint={"mode": "selective"})
     [(compiled, counts)] = gloo.run(1, train_and_count, config, SHAPE, DOCUMENT_START, backend)
     assert counts == {"graphs": 2, "breaks": {}}
     [masked] = gloo.run(1, train, config_of(training={"local_batch_size": 4}), SHAPE, STEPS, DOCUMENT_START)

@@ -224,7 +224,7 @@ def test_run_validates_on_what_it_holds_out(kind: str, tmp_path: Path, text: str
     """Without another option, beside data of its own, and on any ranks."""
     path = str(source_of(kind, tmp_path, text).path)
     options = ["--data.path", path, "--data.held_out", "0.3", "--training.steps", "3", "--validation.interval", "2"]
-    options += ["--data.label", "text"]
+    options += ["--data.label", "text", "--training.local_batch_size", "2"]
     log = finish(tmp_path / "one", *options, ranks=1)
     assert "validation   30.00% of text, every 2 steps and at the end" in log
     finish(tmp_path / "two", *options, "--validation.enable", "--validation.path", text, ranks=2)

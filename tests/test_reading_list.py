@@ -96,12 +96,12 @@ def run_traced(output: Path, options: list[str]) -> None:
 
 
 def traced_run(folder: Path, *options: str) -> dict[str, Any]:
-    """The result of ``run_traced`` in a forked process: three short steps with one block, and two checkpoints."""
+    """The result of ``run_traced`` in a forked process: two short steps with one block, and two checkpoints."""
     arguments = [
         *("--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "--job.dump_folder", str(folder / "run")),
-        *("--training.steps", "3", "--training.seq_len", "32", "--training.local_batch_size", "1"),
-        *("--model.shape.n_layers", "1"),
-        *("--checkpoint.interval", "2", *options),
+        *("--training.steps", "2", "--training.seq_len", "32", "--training.local_batch_size", "1"),
+        *("--model.shape.n_layers", "1", "--validation.steps", "1"),
+        *("--checkpoint.interval", "1", *options),
     ]
     output = folder / "trace.json"
     process = context().Process(target=run_traced, args=(output, arguments))

@@ -106,7 +106,7 @@ def run_layout(
     ranks, parallelism = LAYOUTS[layout]
     shape = replace(TINY, n_layers=n_layers, ffn_dim=66, tied_embeddings=tied)  # 66: not divisible by four ranks
     documents = folder / "documents.jsonl"
-    code = "".join(path.read_text() for path in sorted(Path(__file__).parent.glob("test_data*.py")))
+    code = Path(__file__).read_text()
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in code.split("\n\n")))
     config = JobConfig(
         job=JobSection(dump_folder=str(folder), device="cpu"),

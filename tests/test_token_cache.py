@@ -442,9 +442,9 @@ def tokenize_on_ranks(paths: list[str], caches: list[str], verify_bytes: float) 
 @pytest.mark.parametrize(
     "groups",
     [
-        pytest.param([[0, 1, 2]], id="one folder"),
+        pytest.param([[0, 1, 2]], id="one folder", marks=pytest.mark.slow),
         pytest.param([[0, 1], [2]], id="a host with a folder of its own"),
-        pytest.param([[0], [1], [2]], id="no folder is shared"),
+        pytest.param([[0], [1], [2]], id="no folder is shared", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_see_the_same_folder_share_the_work(

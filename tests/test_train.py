@@ -74,7 +74,7 @@ def tensor_hashes(folder: Path) -> dict[str, str]:
 
 def test_default_run_learns_and_writes_all_outputs(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    fewer = ["--training.local_batch_size", "4", "--validation.steps", "4"]
+    fewer = ["--training.local_batch_size", "2", "--validation.steps", "4"]
     output = run(1, "--job.dump_folder", str(folder), "--training.steps", "12", *fewer)
     assert "warn" not in output.lower()
     *logged, validated = logged_metrics(folder)
