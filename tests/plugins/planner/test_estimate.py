@@ -163,7 +163,7 @@ def train_with_ledger(config: JobConfig, shape: Any) -> tuple[list[int], list[in
 @pytest.mark.parametrize(
     ("ranks", "parallelism", "optimizer", "ema"),
     [
-        (1, {}, "adamw", False),
+        pytest.param(1, {}, "adamw", False, marks=pytest.mark.slow),
         pytest.param(2, {}, "adamw", False, marks=pytest.mark.slow),
         pytest.param(2, {"tensor_parallel_degree": 2}, "adamw", False, marks=pytest.mark.slow),  # as the last one
         pytest.param(2, {"pipeline_parallel_degree": 2}, "adamw", False, marks=pytest.mark.slow),
@@ -305,10 +305,9 @@ OUTPUT_LAYOUTS: list[tuple[int, int, dict[str, Any]]] = [
 @pytest.mark.parametrize(
     ("ranks", "gathers", "parallelism", "chunk_tokens"),
     [
-        *((*case, 8) for case in (*OUTPUT_LAYOUTS[:2], OUTPUT_LAYOUTS[-1])),
-        (*OUTPUT_LAYOUTS[0], 0),
-        *(pytest.param(*case, 8, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS[2:-1]),
-        *(pytest.param(*case, 0, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS[1:]),
+        *((*case, 8) for case in (OUTPUT_LAYOUTS[0], OUTPUT_LAYOUTS[-1])),
+        *(pytest.param(*case, 8, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS[1:-1]),
+        *(pytest.param(*case, 0, marks=pytest.mark.slow) for case in OUTPUT_LAYOUTS),
     ],
     ids=str,
 )
@@ -349,9 +348,7 @@ def test_fsdp_traffic_and_memory_of_gradient_accumulation() -> None:
 
 
 def test_exact_sums_keep_eight_bytes_per_gradient_element() -> None:
-    fast, exact = (
-        simulated(4, steps=2, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact")
-    )
+    fast, exact = (simulated(4, training={"sums": sums, "global_batch_size": 16}) for sums in ("fast", "exact"))
     kept = [max(m.sizes[CATEGORIES.index("gradients")] for m in r.recorder.steps[-1].timeline) for r in (fast, exact)]
     assert kept[1] > 1.5 * kept[0]
     # Summands are sent as they are, and added by the receiver.
@@ -400,21 +397,22 @@ def test_update_has_the_operations_and_the_live_bytes_of_the_page(name: str, sec
 
 
 @pytest.mark.parametrize(
-    "parallelism",
+    ("ranks", "parallelism"),
     [
-        {"tensor_parallel_degree": 2},
+        (2, {}),
+        pytest.param(4, {"tensor_parallel_degree": 2}, marks=pytest.mark.slow),
         pytest.param(
-            {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (2, 1)}, marks=pytest.mark.slow
+            4, {"pipeline_parallel_degree": 2, "pipeline_parallel_layers_per_stage": (2, 1)}, marks=pytest.mark.slow
         ),
     ],
-    ids=["shard and tensor", "pipeline"],
+    ids=["shard", "shard and tensor", "pipeline"],
 )
 def test_extension_over_identical_layers_and_microbatches_is_exact(
-    parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    ranks: int, parallelism: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = replace(SHAPE, n_layers=sum(parallelism.get("pipeline_parallel_layers_per_stage", (4,))))
     training = {"local_batch_size": 2, "global_batch_size": 16}
-    config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=4)
+    config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=ranks)
     few = estimate(config, shape, GPUS["h100-80"])
     monkeypatch.setattr(summary, "MAX_MICROBATCHES", 100)
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
@@ -455,13 +453,15 @@ SPLIT_SCHEDULES = ("ZBVZeroBubble", "Interleaved1F1B", "InterleavedZeroBubble") 
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("schedule", "runs"),
     [
-        "1F1B",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in SPLIT_SCHEDULES),
+        ("1F1B", 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("1F1B", 2), *((of, 1) for of in SPLIT_SCHEDULES))),
     ],
 )
-def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_middle_pipeline_ranks_are_represented_by_one_of_them(
+    schedule: str, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layers = (1,) * (4 * STAGES_PER_RANK[schedule])
     parallelism = {
         "pipeline_parallel_degree": 4,
@@ -469,9 +469,8 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(schedule: str, mon
         "pipeline_parallel_layers_per_stage": layers,
     }
     split_backward = "ZeroBubble" in schedule
-    rows = 8 if schedule == "Interleaved1F1B" else 16
-    local = 8 if split_backward else 4  # in two runs of 1F1B on each of two ranks, and one of the others
-    training = {"local_batch_size": local, "global_batch_size": rows}
+    local = 8 if split_backward else 4
+    training = {"local_batch_size": local, "global_batch_size": 2 * local * runs}  # on two ranks
     config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=8)
     shape = replace(SHAPE, n_layers=len(layers))
     full = estimate(with_estimate(config, all_layers=True), shape, GPUS["h100-80"])
@@ -685,7 +684,8 @@ def test_compiled_blocks_save_less_memory_and_compute_as_much() -> None:
     assert sum(compiled.recorder.steps[-1].peak) < sum(eager.recorder.steps[-1].peak)
 
 
-@pytest.mark.parametrize("mode", ["full", pytest.param("memory_budget", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "memory_budget"])
 def test_compiled_blocks_are_recomputed_under_tensor_parallelism(mode: str) -> None:
     if mode == "memory_budget" and "2.12" <= torch.__version__ < "2.13":
         pytest.skip("not supported by torch 2.12")
@@ -720,7 +720,7 @@ def test_collectives_that_the_compiler_fuses_are_marked(
         "training": {"mixed_precision_param": "bfloat16", "local_batch_size": 1},
         "float8": {"recipe": recipe},
     }
-    step = simulated(2, shape=replace(SHAPE, n_layers=3), **sections).recorder.steps[-1]
+    step = simulated(2, shape=SHAPE, **sections).recorder.steps[-1]
     found = Counter(
         (o.fused_with_matmul, o.name, o.phase)
         for o in step.operations
@@ -779,7 +779,7 @@ HIDDEN = 2 * 2 * TINY.max_seq_len * TINY.dim  # bytes of the activations of a mi
 @pytest.mark.parametrize(
     ("float8", "gathers", "forward", "backward"),
     [
-        ({"recipe": "none"}, HIDDEN, 0, 0),
+        pytest.param({"recipe": "none"}, HIDDEN, 0, 0, marks=pytest.mark.slow),
         ({"recipe": "tensorwise"}, HIDDEN // 2, 4, 7),
         pytest.param(
             *({"recipe": "tensorwise", "enable_fsdp_float8_all_gather": False}, HIDDEN // 2, 4 + 7, 7 + 7),
@@ -935,7 +935,7 @@ def test_published_layouts_of_other_trainers_are_estimated(
 ) -> None:
     for run in tomli.loads(validate_estimate.OTHERS.read_text())["run"]:
         from_toml(JobConfig, {key: run[key] for key in run.keys() - {"name", "source", "tokens"}})
-    options = 'model = {name = "llama3", flavor = "debugmodel"}\nestimate = {world_size = 1}\n'
+    options = 'model = {name = "llama3", flavor = "debugmodel", shape = {n_layers = 1}}\nestimate = {world_size = 1}\n'
     config = from_toml(JobConfig, tomli.loads(options))
     speed = estimate(config, build_model_config(config.model, None, 2048), GPUS["h100-80"]).tokens_per_second_per_gpu
     rows = [f'[[run]]\nname = "{name}"\nsource = "here"\ntokens = {speed / 1.1}\n{options}' for name in ("a", "b")]
@@ -946,7 +946,11 @@ def test_published_layouts_of_other_trainers_are_estimated(
     assert [line.split(" | ")[:3] for line in lines] == [["| b (here)", f"{speed / 1.1:,.0f}", "+10.0%"]]
 
 
-@pytest.mark.parametrize("changes", [validate_estimate.PLAIN_LOSS, validate_estimate.OLD], ids=["plain", "old"])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(validate_estimate.PLAIN_LOSS, marks=pytest.mark.slow), validate_estimate.OLD],
+    ids=["plain", "old"],
+)
 def test_older_implementations_of_published_runs_are_simulated(changes: dict[str, Any]) -> None:
     row = replace(validate_estimate.ROWS[0], **changes)
     with patch.object(validate_estimate, "build_model_config", lambda *_: replace(TINY, n_layers=2, max_seq_len=8192)):
@@ -958,7 +962,7 @@ def test_ring_attention_of_published_runs_computes_as_much_in_more_kernels() -> 
     degree, seq = 4, 8192
     row = next(row for row in validate_estimate.HELD_OUT if row.context == degree)
     row = replace(row, seq_len=seq, float8=False, compiled=False)
-    shape = replace(TINY, n_layers=2, n_heads=4, n_kv_heads=2, max_seq_len=seq)
+    shape = replace(TINY, n_layers=1, n_heads=4, n_kv_heads=2, max_seq_len=seq)
     with patch.object(validate_estimate, "build_model_config", lambda *_: shape):
         ring = validate_estimate.trace(row).operations
         with patch.object(validate_estimate, "ring_attention", ContextParallelAttention.forward):
@@ -1054,7 +1058,7 @@ def test_layout_of_the_search_is_accepted_by_the_trainer(
     monkeypatch.setattr(search, "SCHEDULES", ("1F1B",))
     monkeypatch.setattr(search, "cores_of_process", lambda: 1)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "2"]
-    argv = [*OPTIONS, *small, "--model.shape.n_layers", "6", "--estimate.world_size", "2", "--estimate.search"]
+    argv = [*OPTIONS, *small, "--model.shape.n_layers", "4", "--estimate.world_size", "2", "--estimate.search"]
     argv += ["--diagnostics.norms_freq", "3"]
     assert command.main([*argv, "--estimate.output", str(best)]) == 0
     out = capsys.readouterr().out
