@@ -103,7 +103,7 @@ def cases() -> list[Any]:
             case = f"{'compiled' if compiled else 'eager'} {name}"
             found.append(pytest.param("cuda", compiled, name, marks=pytest.mark.gpu, id=f"cuda {case}"))
             if name not in ON_CUDA_ONLY:
-                default = not compiled and name in ("document mask", "exact sums")
+                default = not compiled and name == "document mask"
                 marks = [] if default else [pytest.mark.slow]
                 found.append(pytest.param("cpu", compiled, name, marks=marks, id=f"cpu {case}"))
     return found

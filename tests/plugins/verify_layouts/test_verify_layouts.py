@@ -76,7 +76,11 @@ def assert_close(entries: list[dict[str, Any]]) -> None:
             ("context=2",),
             marks=pytest.mark.slow,
         ),
-        ((*DEBUG, *TWO_LAYERS, "--optimizer.name", "muon", "--training.max_norm", "0.1"), ("shard=2",)),
+        pytest.param(
+            (*DEBUG, *TWO_LAYERS, "--optimizer.name", "muon", "--training.max_norm", "0.1"),
+            ("shard=2",),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["debug_model", "gemma3_text", "muon"],
 )
