@@ -128,7 +128,8 @@ def accumulated(rows: int) -> dict[str, int]:
 MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "shards": (8, {**accumulated(64), "training.loss_chunk_tokens": 128}),
     "replicas": (16, {**layout(replicate=2), **accumulated(128), **UNSHARDED, **BFLOAT16, **SELECTIVE, **MUON}),
-    "tensor": (8, {**layout(tensor=2), f"{P}enable_sequence_parallel": False, **FULL, **DOCUMENTS}),
+    "tensor": (8, {**layout(tensor=2), f"{P}enable_sequence_parallel": False, **FULL}),
+    "tensor-documents": (8, {**layout(tensor=2), f"{P}enable_sequence_parallel": False, **FULL, **DOCUMENTS}),
     "tensor-context": (64, {**layout(tensor=4, context=4, replicate=2), **SELECTIVE, **COMPILE, **MUON}),
     "averages-z-loss": (8, {**layout(tensor=2), **EMA_AND_Z, "training.loss_chunk_tokens": 128}),
     "async-tensor": (8, {**layout(tensor=4), f"{P}enable_async_tensor_parallel": True, **COMPILE}),
@@ -165,7 +166,7 @@ def with_version_marks(names: Iterable[str], slow: Container[str] = ()) -> list[
 SLOW = ("1F1B-documents-nine", "1F1B-documents-eager", "context-documents-compiled", "GPipe-compiled")
 # With the schedules 1F1B and ZBVZeroBubble, and document masks and compiled blocks on other axes.
 SLOW += ("1F1B-documents", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "async-tensor", "1F1B-three")
-SLOW += ("tensor-context", "averages-z-loss", "memory-budget")
+SLOW += ("tensor-context", "averages-z-loss", "memory-budget", "tensor-documents")
 # The others in the default tests have the second step, which begins with the optimizer's states.
 ONE_STEP = ("tensor", "context-documents", "float32", "1F1B", "ZBVZeroBubble")
 
@@ -194,7 +195,8 @@ def test_attention_of_a_layout_has_a_fused_kernel(on_gpu: Reports, name: str) ->
 
 
 def test_exact_sums_reduce_integers_on_every_axis(gpu: fake_cuda.Worker) -> None:
-    report = simulate(gpu, 16, {**layout(tensor=4, replicate=2), "training.sums": "exact"}, shape={"qk_norm": True})
+    options = {**layout(tensor=4, replicate=2), "training.sums": "exact"}
+    report = simulate(gpu, 16, options, shape={"n_layers": 1, "qk_norm": True}, steps=1)
     assert report.disagreements == []
     assert report.rounded_gradients == set()
     found = {(axis, dtype) for axis, _, dtype, _ in report.ranks[0].reductions}
@@ -517,7 +519,8 @@ def collectives_swapped_on_the_second_stage() -> AbstractContextManager[Any]:
 
 
 def test_collectives_in_another_order_are_detected(gpu: fake_cuda.Worker) -> None:
-    report = simulate(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=collectives_swapped_on_the_second_stage)
+    fault = collectives_swapped_on_the_second_stage
+    report = simulate(gpu, 8, layout(pipeline=2), shape=TWO_LAYERS, fault=fault, steps=1)
     assert report.disagreements == ["call 0 of a group: rank 0 has allreduce of 8 bytes, rank 4 allreduce of 48 bytes"]
 
 
@@ -530,10 +533,11 @@ def messages_one_by_one() -> AbstractContextManager[Any]:
 
 
 def test_messages_outside_of_a_batch_are_detected(gpu: fake_cuda.Worker) -> None:
-    """Of the gradient of tied embeddings, in each of two steps on the two ranks that hold them."""
+    """Of the gradient of tied embeddings, on the two ranks that hold them."""
     options = {**layout(pipeline=2), f"{P}pipeline_parallel_schedule": "1F1B"}
-    report = simulate(gpu, 4, options, shape={**TWO_LAYERS, "tied_embeddings": True}, fault=messages_one_by_one)
-    assert report.single_messages == 2 * 2 * 2
+    shape = {**TWO_LAYERS, "tied_embeddings": True}
+    report = simulate(gpu, 4, options, shape=shape, fault=messages_one_by_one, steps=1)
+    assert report.single_messages == 2 * 2
 
 
 def additional_collective_on_the_last_rank() -> AbstractContextManager[Any]:
@@ -549,20 +553,22 @@ def additional_collective_on_the_last_rank() -> AbstractContextManager[Any]:
 
 def test_additional_collective_in_a_group_without_rank_0_is_detected(gpu: fake_cuda.Worker) -> None:
     """Rank 7 would wait for ranks 1, 3 and 5, which are not simulated."""
-    report = simulate(
-        gpu, 8, layout(tensor=2), shape=ONE_LAYER, fault=additional_collective_on_the_last_rank, compare=True
-    )
+    fault = additional_collective_on_the_last_rank
+    report = simulate(gpu, 8, layout(tensor=2), shape=ONE_LAYER, fault=fault, compare=True, steps=1)
     (found,) = report.disagreements
     assert re.fullmatch(r"call \d+ of a group: rank 0 has .*, rank 7 allreduce on \w+ of 20 bytes", found)
 
 
 def attention_not_saved() -> AbstractContextManager[Any]:
-    kept = activation_checkpoint.OPS_TO_SAVE - {torch.ops.higher_order.flex_attention}
-    return patch.object(activation_checkpoint, "OPS_TO_SAVE", kept)
+    aten = torch.ops.aten
+    kernels = {aten._scaled_dot_product_flash_attention.default, torch.ops.higher_order.flex_attention}
+    return patch.object(activation_checkpoint, "OPS_TO_SAVE", activation_checkpoint.OPS_TO_SAVE - kernels)
 
 
-def test_recomputed_attention_is_detected(gpu: fake_cuda.Worker) -> None:
-    options = {**DOCUMENTS, **SELECTIVE}
+@pytest.mark.parametrize(
+    "options", [SELECTIVE, pytest.param({**SELECTIVE, **DOCUMENTS}, marks=pytest.mark.slow)], ids=["flash", "flex"]
+)
+def test_recomputed_attention_is_detected(gpu: fake_cuda.Worker, options: dict[str, Any]) -> None:
     faults: tuple[dict[str, Any], ...] = ({}, {"fault": attention_not_saved})
     kept, again = (simulate(gpu, 8, options, shape=ONE_LAYER, steps=1, **fault).ranks[0] for fault in faults)
     assert again.recomputed > kept.recomputed
