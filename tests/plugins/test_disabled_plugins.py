@@ -57,6 +57,7 @@ def test_unknown_plugins_are_rejected() -> None:
 def test_run_without_the_report_writes_none(tmp_path: Path) -> None:
     options = ["--job.config_file", "train_configs/debug_model.toml", "--job.dump_folder", str(tmp_path / "run")]
     options += ["--job.disable_plugins", "report", "--training.steps", "1", "--training.local_batch_size", "1"]
+    options += ["--training.seq_len", "64", "--model.shape.n_layers", "1"]
     found = run_command("torchtrain.train", *options)
     assert found.returncode == 0, found.stderr
     assert "done: step 1 of 1" in found.stderr

@@ -2,21 +2,18 @@
 
 import errno
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from disk_faults import DiskFaults
 from forked_command import run_command
 
-ROOT = Path(__file__).parents[3]
 pytest.importorskip("matplotlib")
 
-from matplotlib.text import Text  # noqa: E402
+from matplotlib.text import Text
 
-from torchtrain.metrics.history import read_run  # noqa: E402
-from torchtrain.plugins.report.curves import PANELS, plot  # noqa: E402
+from torchtrain.metrics.history import read_run
+from torchtrain.plugins.report.curves import PANELS, plot
 
 
 def write_run(folder: Path, lines: list[dict]) -> Path:
@@ -53,7 +50,7 @@ def test_plot_has_curves_restarts_and_faults(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 6])
+@pytest.mark.parametrize("count", [2, 5, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 3, 6))])
 def test_panels_fill_the_picture_and_letters_can_be_read_on_a_page(tmp_path: Path, count: int) -> None:
     """At a width of 830 pixels, which GitHub shows, no letter is smaller than 10 pixels."""
     run = read_run(write_run(tmp_path / "run", [numbers(1, 8.0), numbers(2, 7.0)]))
@@ -97,8 +94,7 @@ def test_restart_at_the_border_of_two_stages_is_a_start(tmp_path: Path) -> None:
 
 
 def test_folder_without_metrics_is_an_error(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    result = run_command("scripts/plot.py", str(tmp_path), "-o", str(tmp_path / "curves.png"))
     assert result.returncode == 2
     assert (
         result.stderr
