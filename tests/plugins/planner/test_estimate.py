@@ -201,8 +201,8 @@ def test_averaged_weights_are_counted() -> None:
     averaged_bytes = [step.live_at_end["optimizer"] for step in averaged.recorder.steps]
     plain_bytes = [step.live_at_end["optimizer"] for step in plain.recorder.steps]
     assert [a - b for a, b in zip(averaged_bytes, plain_bytes, strict=True)] == [plain.parameter_bytes] * 2
-    offloaded = simulated(2, steps=2, ema={"enable": True, "offload": True})
-    assert offloaded.recorder.steps[-1].live_at_end == plain.recorder.steps[-1].live_at_end
+    (offloaded,) = simulated(2, ema={"enable": True, "offload": True}).recorder.steps
+    assert offloaded.live_at_end == plain.recorder.steps[0].live_at_end
 
 
 def test_flops_are_those_of_the_profiler() -> None:
@@ -380,7 +380,7 @@ def test_peaks_differ_by_the_published_amounts() -> None:
 @pytest.mark.parametrize(
     ("name", "sections"),
     [
-        ("AdamW", {}),
+        pytest.param("AdamW", {}, marks=pytest.mark.slow),
         pytest.param("AdamW, states in bfloat16", {"optimizer": {"state_dtype": "bfloat16"}}, marks=pytest.mark.slow),
         pytest.param("AdamW, averaged weights", {"ema": {"enable": True}}, marks=pytest.mark.slow),
         ("Muon", {"optimizer": {"name": "muon"}}),
@@ -493,12 +493,13 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "stages", "accumulation"),
+    ("schedule", "stages", "accumulation", "microbatches"),
     [
-        ("1F1B", 2, "unsharded"),
+        ("1F1B", 2, "unsharded", 7),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)
+            pytest.param(*case, 10, marks=pytest.mark.slow)
             for case in (
+                ("1F1B", 2, "unsharded"),
                 ("Interleaved1F1B", 8, "sharded"),
                 ("Interleaved1F1B", 4, "unsharded"),
                 ("InterleavedZeroBubble", 8, "sharded"),
@@ -508,7 +509,7 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(
     ],
 )
 def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetition(
-    schedule: str, stages: int, accumulation: str
+    schedule: str, stages: int, accumulation: str, microbatches: int
 ) -> None:
     parallelism = {
         "pipeline_parallel_degree": 2,
@@ -516,7 +517,7 @@ def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetit
         "pipeline_parallel_layers_per_stage": (1,) * stages,
         "fsdp_gradient_accumulation": accumulation,
     }
-    training = {"local_batch_size": 10, "global_batch_size": 20}
+    training = {"local_batch_size": microbatches, "global_batch_size": 2 * microbatches}
     config = with_estimate(config_of(parallelism=parallelism, training=training), world_size=4)
     shape = replace(SHAPE, n_layers=stages)
     few = estimate(config, shape, GPUS["h100-80"])
@@ -525,7 +526,8 @@ def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetit
     assert few.costs.collectives == full.costs.collectives
     assert few.costs.flops_by_phase == full.costs.flops_by_phase
     # Tokens, labels and losses of the microbatches that are not simulated
-    left_out = (10 - representative_microbatches(10, 2, schedule)) * (16 * config.training.seq_len + 4) / GIB
+    omitted = microbatches - representative_microbatches(microbatches, 2, schedule)
+    left_out = omitted * (16 * config.training.seq_len + 4) / GIB
     for one, other in zip(few.ranks, full.ranks, strict=True):
         for key in one.keys() - {"peak_at", "peak_reserved_gib"}:
             assert -1e-12 <= other[key] - one[key] <= left_out + 1e-12, key
@@ -703,8 +705,9 @@ def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -
 @pytest.mark.parametrize(
     ("recipe", "mode", "unfused"),
     [
-        *(pytest.param("none", mode, {}, marks=pytest.mark.slow) for mode in ("none", "selective")),
-        ("tensorwise", "none", {("reduce_scatter_tensor", "backward"): 2}),
+        ("none", "none", {}),
+        pytest.param("none", "selective", {}, marks=pytest.mark.slow),
+        pytest.param("tensorwise", "none", {("reduce_scatter_tensor", "backward"): 2}, marks=pytest.mark.slow),
     ],
 )
 def test_collectives_that_the_compiler_fuses_are_marked(
@@ -889,6 +892,14 @@ OPTIONS = ["--job.config_file", str(ROOT / "train_configs/debug_model.toml"), "-
 OPTIONS += ["--model.shape.n_layers", "2"]
 
 
+@pytest.fixture
+def few_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a search have few candidates, which are quick to simulate."""
+    monkeypatch.setattr(search, "LOCAL_BATCHES", (1,))
+    monkeypatch.setattr(search, "MODES", ("none",))
+    monkeypatch.setattr(search, "SCHEDULES", ("1F1B",))
+
+
 def test_json_output_and_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "memory.png"
     argv = [*OPTIONS, "--estimate.world_size", "4", "--parallelism.pipeline_parallel_degree", "2", "--estimate.json"]
@@ -1050,12 +1061,10 @@ def test_rejected_search_leaves_no_files(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("few_layouts")
 def test_layout_of_the_search_is_accepted_by_the_trainer(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(search, "LOCAL_BATCHES", (1,))
-    monkeypatch.setattr(search, "MODES", ("none",))
-    monkeypatch.setattr(search, "SCHEDULES", ("1F1B",))
     monkeypatch.setattr(search, "cores_of_process", lambda: 1)
     best, small = tmp_path / "best.toml", ["--training.local_batch_size", "1", "--training.global_batch_size", "2"]
     argv = [*OPTIONS, *small, "--model.shape.n_layers", "4", "--estimate.world_size", "2", "--estimate.search"]
@@ -1074,6 +1083,7 @@ def test_layout_of_the_search_is_accepted_by_the_trainer(
     assert full.tokens_per_second_per_gpu == pytest.approx(rates[0], rel=0.03)
 
 
+@pytest.mark.usefixtures("few_layouts")
 def test_search_starts_from_a_config_that_the_trainer_rejects(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1113,6 +1123,7 @@ def test_unwritable_outputs_are_rejected_before_the_simulation(
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("few_layouts")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_result_is_printed_before_a_full_disk_is_reported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -1131,6 +1142,7 @@ def test_result_is_printed_before_a_full_disk_is_reported(
         assert "Traceback" not in output.err
 
 
+@pytest.mark.usefixtures("few_layouts")
 def test_search_without_time_simulates_only_the_given_layout(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

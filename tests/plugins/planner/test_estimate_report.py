@@ -130,7 +130,7 @@ def test_slow_estimate_is_not_followed_by_others(capsys: pytest.CaptureFixture[s
     assert "faster, and it fits" not in capsys.readouterr().out
 
 
-LONG = [*OPTIONS, "--estimate.world_size", "1", "--training.seq_len", "2048", "--training.local_batch_size", "8"]
+LONG = [*OPTIONS, "--estimate.world_size", "1", "--training.seq_len", "512", "--training.local_batch_size", "8"]
 
 
 @cache
