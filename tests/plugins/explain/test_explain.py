@@ -7,7 +7,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
@@ -101,10 +101,15 @@ def text_at(place: Place) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    "kinds",
-    ["local", "text", "tokens", "streamed", "parquet", "compressed", "local tokens", "local once", "local packed"],
-)
+def with_slow_kinds(kinds: Sequence[str], slow: Sequence[str]) -> list[Any]:
+    """``kinds`` as parameters, of which ``slow`` are of slow tests: others have the same readers."""
+    return [pytest.param(kind, marks=pytest.mark.slow) if kind in slow else kind for kind in kinds]
+
+
+KINDS = ("local", "text", "tokens", "streamed", "parquet", "local tokens", "local once", "local packed")
+
+
+@pytest.mark.parametrize("kinds", with_slow_kinds((*KINDS, "compressed"), ("local", "streamed", "local once")))
 def test_pieces_of_a_row_are_its_tokens(kinds: str, tmp_path: Path) -> None:
     kinds, _, option = kinds.partition(" ") if kinds.endswith((" once", " packed")) else (kinds, "", "")
     once = option == "once"
@@ -215,12 +220,20 @@ def test_report_of_a_bad_step_names_the_command(run: tuple[Path, str]) -> None:
     assert f"; its documents: python -m torchtrain.explain {folder} --step {BAD_STEP};" in line
 
 
-def test_losses_of_documents_are_those_of_plain_pytorch(run: tuple[Path, str], tmp_path: Path) -> None:
-    folder, _ = run
-    before = sorted(path for path in folder.rglob("*"))
-    found = explain(folder, "--step=5", "--top=1000")
+@pytest.fixture(scope="module")
+def fifth_step(run: tuple[Path, str]) -> dict[str, Any]:
+    """The explanation of step 5 of the run, with all documents."""
+    before = sorted(path for path in run[0].rglob("*"))
+    found: dict[str, Any] = explain(run[0], "--step=5", "--top=1000")
+    assert sorted(path for path in run[0].rglob("*")) == before
+    return found
+
+
+def test_losses_of_documents_are_those_of_plain_pytorch(
+    run: tuple[Path, str], fifth_step: dict[str, Any], tmp_path: Path
+) -> None:
+    folder, found = run[0], fifth_step
     assert found["weights"] == {"checkpoint_step": 4, "replayed": 0, "exact": True}
-    assert sorted(path for path in folder.rglob("*")) == before
     config = from_text((folder / "config.toml").read_text(), "config.toml")
     model = build_model(build_model_config(config.model, TOKENIZER, 32))
     model.init_buffers()
@@ -254,17 +267,17 @@ def log_each_step() -> None:
     explanation.SECONDS_PER_LINE = 0.0
 
 
-def test_replay_restores_the_weights(run: tuple[Path, str], tmp_path: Path) -> None:
+def test_replay_restores_the_weights(run: tuple[Path, str], fifth_step: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run[0], folder)
-    expected = explain(run[0], "--step=5")
     shutil.rmtree(folder / "checkpoint/step-4")
-    result = run_command("torchtrain.explain", str(folder), "--step=5", "--json", hook=log_each_step)
+    options = ("--step=5", "--top=1000", "--json")
+    result = run_command("torchtrain.explain", str(folder), *options, hook=log_each_step)
     found = json.loads(result.stdout)
     assert "before step 5: 2 steps after the checkpoint of step 2 will be trained again\n" in result.stderr
     assert re.findall(r"\d of 2 steps trained again", result.stderr) == ["1 of 2 steps trained again"]
     assert found["weights"] == {"checkpoint_step": 2, "replayed": 2, "exact": True}
-    assert found["documents"] == expected["documents"]
+    assert found["documents"] == fifth_step["documents"]
     first = explain(folder, "--step=1", "--rows", "0", "1", "2", "3")
     assert first["weights"] == {"checkpoint_step": 0, "replayed": 0, "exact": True}
     assert first["loss"] == pytest.approx(logged_losses(folder)[1], rel=1e-6)
@@ -356,35 +369,35 @@ def test_one_rank_has_the_microbatches_of_the_pipeline() -> None:
 
 @pytest.mark.parametrize("sums", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
 def test_gradients_of_rows_add_up_to_that_of_the_step(sums: str, run: tuple[Path, str], tmp_path: Path) -> None:
-    options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=5", f"--training.sums={sums}"]
+    options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=3", f"--training.sums={sums}"]
     train(tmp_path / "run", CONFIG, *options, "--training.z_loss_weight=1e-3")
-    line = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 5 and "grad_norm" in line)
-    found = explain(tmp_path / "run", "--step=5", "--gradients")["gradients"]
+    line = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 3 and "grad_norm" in line)
+    explained = explain(tmp_path / "run", "--step=3", "--gradients", "--top=1000")
+    found, documents = explained["gradients"], explained["documents"]
     assert [of["row"] for of in found] == [0, 1, 2, 3]
     assert sum(of["share"] for of in found) == pytest.approx(1, rel=1e-6)  # the sum is in float32
     # The product of a gradient and the whole is at most that of their norms.
     bounds = [of["share"] * line["grad_norm"] / of["norm"] for of in found]
     assert max(map(abs, bounds)) <= 1 + 1e-6
-    (one,) = explain(tmp_path / "run", "--step=5", "--gradients", "--rows=2")["gradients"]
+    (one,) = explain(tmp_path / "run", "--step=3", "--gradients", "--rows=2")["gradients"]
     assert one == found[2]
-    documents = explain(tmp_path / "run", "--step=5", "--top=1000")["documents"]
     assert len({document["row"] for document in documents}) == len(found) < len(documents)
     for of in found:
         shares = [document["gradient_share"] for document in documents if document["row"] == of["row"]]
         assert sum(shares) == pytest.approx(of["share"], rel=1e-4, abs=1e-6)
-    compared = explain(tmp_path / "run", "--step=5", "--top=1000", "--without-gradients")["documents"]
+    compared = explain(tmp_path / "run", "--step=3", "--top=1000", "--without-gradients")["documents"]
     assert {document["gradient_share"] for document in compared} == {None}
     signals = {(document["row"], document["begin"]): document["signals"] for document in documents}
     assert signals == {(document["row"], document["begin"]): document["signals"] for document in compared}
 
 
 def test_the_gradient_of_a_single_row_is_that_of_the_step(run: tuple[Path, str], tmp_path: Path) -> None:
-    options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=3", "--training.global_batch_size=1"]
+    options = [f"--data.path={run[0].parent / 'planted.jsonl'}", "--training.steps=1", "--training.global_batch_size=1"]
     train(tmp_path / "run", CONFIG, *options)
-    line = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 3 and "grad_norm" in line)
-    (of_row,) = explain(tmp_path / "run", "--step=3", "--gradients")["gradients"]
+    line = next(line for line in read_metrics(tmp_path / "run") if line["step"] == 1 and "grad_norm" in line)
+    (of_row,) = explain(tmp_path / "run", "--step=1", "--gradients")["gradients"]
     assert of_row == {"row": 0, "norm": pytest.approx(line["grad_norm"], rel=1e-6), "share": pytest.approx(1)}
-    text = run_command("torchtrain.explain", str(tmp_path / "run"), "--step=3", "--gradients").stdout
+    text = run_command("torchtrain.explain", str(tmp_path / "run"), "--step=1", "--gradients").stdout
     assert f"row 0: gradient norm {line['grad_norm']:.4g}, 100.0% of the step's gradient" in text
 
 
@@ -440,8 +453,8 @@ def test_a_file_name_that_is_not_utf8_is_shown_with_an_escape(tmp_path: Path) ->
     data, page, exclude = tmp_path / "data", tmp_path / "page.html", tmp_path / "list.jsonl"
     data.mkdir()
     write_jsonl(data / os.fsdecode(b"caf\xe9.jsonl"), DOCUMENTS)
-    train(tmp_path / "run", CONFIG, f"--data.path={data}", "--training.steps=3")
-    options = ("--step=3", "--top=1", f"--html={page}", f"--exclude_to={exclude}")
+    train(tmp_path / "run", CONFIG, f"--data.path={data}", "--training.steps=1")
+    options = ("--step=1", "--top=1", f"--html={page}", f"--exclude_to={exclude}")
     result = run_command("torchtrain.explain", str(tmp_path / "run"), *options)
     assert result.returncode == 0, result.stderr
     assert r"caf\udce9.jsonl" in result.stdout
@@ -517,9 +530,7 @@ def test_errors(run: tuple[Path, str], tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "kinds", ["local", "text", "tokens", "streamed", "parquet", "local tokens", "local once", "local packed"]
-)
+@pytest.mark.parametrize("kinds", with_slow_kinds(KINDS, ("local", "text", "tokens", "streamed", "local once")))
 def test_excluded_documents_are_masked_where_they_are(kinds: str, tmp_path: Path) -> None:
     kinds, _, option = kinds.partition(" ") if kinds.endswith((" once", " packed")) else (kinds, "", "")
     once = option == "once"
