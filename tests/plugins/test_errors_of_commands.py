@@ -211,7 +211,10 @@ def test_command_whose_reader_has_ended_says_nothing(command: str) -> None:
     check_command_whose_reader_has_ended(command)
 
 
-@pytest.mark.parametrize("command", ["generate", "evaluate", "compare", "convert"])
+@pytest.mark.parametrize(
+    "command",
+    ["generate", "evaluate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("compare", "convert"))],
+)
 def test_command_started_by_srun_without_ranks_is_rejected(
     trained_run: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, command: str
 ) -> None:
