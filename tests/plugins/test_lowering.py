@@ -234,25 +234,6 @@ def test_item_in_a_compiled_function_is_detected(workers: Callable[[str], fake_c
         lower_small(workers("h100-80"), partial(in_the_loss, negate_by_largest))
 
 
-def item_in_the_step() -> AbstractContextManager[Any]:
-    call = TrainStep.__call__
-
-    def waiting(step: TrainStep, *args: Any) -> Any:
-        loss, norm = call(step, *args)
-        assert float(norm) >= 0
-        return loss, norm
-
-    stack = ExitStack()
-    stack.enter_context(in_the_loss(unchanged))
-    stack.enter_context(patch.object(TrainStep, "__call__", waiting))
-    return stack
-
-
-def test_item_outside_of_compiled_functions_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
-    found = problems(lower_small(workers("h100-80"), item_in_the_step), "flash")
-    assert found == ["waits for the device: item in forward"] * 2
-
-
 def z_weight_by_microbatch() -> AbstractContextManager[Any]:
     chunk_losses, calls = output_loss.OutputLoss.chunk_losses, []
 
@@ -274,12 +255,6 @@ def test_recompilation_per_microbatch_is_detected(workers: Callable[[str], fake_
 
 def in_float64(logits: Tensor) -> Tensor:
     return (logits.double() * 1.1).to(logits.dtype)
-
-
-def test_float64_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
-    found = problems(lower_small(workers("h100-80"), partial(in_the_loss, in_float64)), "flash")
-    assert found
-    assert [problem for problem in found if not problem.endswith("computes in float64")] == []
 
 
 def huge_blocks() -> AbstractContextManager[Any]:
@@ -330,16 +305,31 @@ def attention_by_products() -> AbstractContextManager[Any]:
     return patch.object(llama, "attend", attend_by_products)
 
 
-def attention_by_products_in_eager_blocks() -> AbstractContextManager[Any]:
+def item_in_the_step() -> AbstractContextManager[Any]:
+    call = TrainStep.__call__
+
+    def waiting(step: TrainStep, *args: Any) -> Any:
+        loss, norm = call(step, *args)
+        assert float(norm) >= 0
+        return loss, norm
+
+    return patch.object(TrainStep, "__call__", waiting)
+
+
+def several_faults() -> AbstractContextManager[Any]:
     stack = ExitStack()
-    stack.enter_context(in_the_loss(unchanged))
-    stack.enter_context(attention_by_products())
+    for fault in (in_the_loss(in_float64), item_in_the_step(), attention_by_products()):
+        stack.enter_context(fault)
     return stack
 
 
-def test_unfused_attention_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
-    found = problems(lower_small(workers("h100-80"), attention_by_products_in_eager_blocks), "flash")
-    assert found == ["rank 0: attention by no fused kernel"]
+def test_items_float64_and_unfused_attention_are_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
+    """The loss computes in float64; the item and the attention are outside of compiled functions."""
+    first, second, *of_kernels, last = problems(lower_small(workers("h100-80"), several_faults), "flash")
+    assert first == second == "waits for the device: item in forward"
+    assert of_kernels
+    assert [problem for problem in of_kernels if not problem.endswith("computes in float64")] == []
+    assert last == "rank 0: attention by no fused kernel"
 
 
 @pytest.mark.slow
