@@ -60,8 +60,7 @@ def on_gpu(gpu: fake_cuda.Worker) -> Reports:
     layouts = {**MATRIX, **OFFLOADED}
 
     def report(name: str) -> Report:
-        steps, tied = 1 if name in ONE_STEP else 2, {"tied_embeddings": "tied" in name}
-        return simulate(gpu, *layouts[name], compare=name in MATRIX, shape=tied, steps=steps)
+        return simulate(gpu, *layouts[name], compare=name in MATRIX, shape=shape_of(name), steps=steps_of(name))
 
     return cache(report)
 
@@ -92,7 +91,7 @@ def check(report: Report, *, offload: bool = False) -> None:
 
 
 LIKE_OTHERS = ("llama2_7b", "llama2_13b", "llama2_70b", "llama3_1b", "llama3_3b", "llama3_70b")  # but for the size
-LIKE_OTHERS += ("debug_english", "open_1b", "llama3_405b")
+LIKE_OTHERS += ("debug_english", "debug_model", "open_1b", "llama3_405b")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +168,15 @@ SLOW += ("1F1B-documents", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", 
 SLOW += ("tensor-context", "averages-z-loss", "memory-budget", "tensor-documents")
 # The others in the default tests have the second step, which begins with the optimizer's states.
 ONE_STEP = ("tensor", "context-documents", "float32", "1F1B", "ZBVZeroBubble")
+LAYERS = {"replicas": 1, "tensor": 1, "context-documents": 1, "float32": 1, "1F1B": 2}
+
+
+def steps_of(name: str) -> int:
+    return 1 if name in ONE_STEP else 2
+
+
+def shape_of(name: str) -> dict[str, Any]:
+    return {"tied_embeddings": "tied" in name, **({"n_layers": LAYERS[name]} if name in LAYERS else {})}
 
 
 @pytest.mark.parametrize("name", with_version_marks(MATRIX, slow=SLOW))
@@ -208,7 +216,7 @@ def test_cudnn_attention_is_saved_for_backward_like_flash_attention(
     gpu: fake_cuda.Worker, on_gpu: Reports, name: str
 ) -> None:
     """cuDNN is torch's first choice on an H100: its results are saved wherever those of flash attention are."""
-    report = simulate(gpu, *MATRIX[name], fault=fake_cuda.cudnn, steps=1)
+    report = simulate(gpu, *MATRIX[name], shape=shape_of(name), fault=fake_cuda.cudnn, steps=1)
     check(report)
     flash = {seen.rank: seen for seen in on_gpu(name).ranks}
     for seen in report.ranks:
@@ -310,7 +318,7 @@ def test_simulation_on_the_cpu_agrees_with_the_simulation_on_a_gpu(
 ) -> None:
     """The planner uses fake CPU tensors: live bytes by kind, collectives and FLOPs are those on a GPU."""
     on_gpus = {seen.rank: seen for seen in on_gpu(name).ranks}
-    for other in simulate(gpu, *MATRIX[name], device="cpu", steps=1 if name in ONE_STEP else 2).ranks:
+    for other in simulate(gpu, *MATRIX[name], device="cpu", shape=shape_of(name), steps=steps_of(name)).ranks:
         one = on_gpus[other.rank]
         live = sum(one.peak.values())
         assert live == pytest.approx(sum(other.peak.values()), rel=0.01)
