@@ -3,9 +3,11 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from forked_command import run_command
 from test_dependencies import PLUGINS, PROJECT, ROOT, names, packages_imported_by
 
 from torchtrain import verify_layouts
@@ -37,12 +39,16 @@ MISSING = {
     "tomlkit": ("convert_config", "torchtitan.toml", "from_torchtitan"),
     "fsspec": ("train", "--data.path=https://localhost:9/a.txt", "remote_data"),
 }
-CODE = """
-import sys
-from importlib import import_module
-sys.modules[sys.argv[1]] = None  # as if it were not installed
-sys.exit(import_module(f"torchtrain.{sys.argv[2]}").main(sys.argv[3:]))
-"""
+
+
+def remove(package: str, plugin: str) -> None:
+    """In this process, ``package`` is not installed, and the modules of ``plugin`` were not imported."""
+    for name in [*sys.modules]:
+        if name.startswith((f"{package}.", f"torchtrain.plugins.{plugin}.")):
+            parent, _, child = name.rpartition(".")
+            vars(sys.modules.get(parent, sys)).pop(child, None)
+            del sys.modules[name]
+    sys.modules[package] = None  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(
@@ -51,8 +57,7 @@ sys.exit(import_module(f"torchtrain.{sys.argv[2]}").main(sys.argv[3:]))
 def test_missing_package_is_named_with_the_command_that_installs_it(package: str, tmp_path: Path) -> None:
     name, option, plugin = MISSING[package]
     options = [option, *([f"--job.dump_folder={tmp_path}", "--training.steps=2"] if name == "train" else [])]
-    command = [sys.executable, "-c", CODE, package, name, *options]
-    found = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, check=False)
+    found = run_command(f"torchtrain.{name}", *options, hook=partial(remove, package, plugin))
     install = install_command(plugin.replace("_", "-"))
     message = f"the plugin {plugin} needs the package {package}, which is not installed: {install}"
     assert message in found.stderr.replace("\n", " ")
