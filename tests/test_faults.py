@@ -49,13 +49,15 @@ STEPS = 8
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dump folder of an uninterrupted run, with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(folder)
+    finish(folder, "--checkpoint.interval", "1")
     return folder
 
 
-def assert_same_end(folder: Path, uninterrupted: Path) -> None:
-    ours, theirs = (saved_tensors(f, STEPS) for f in (folder, uninterrupted))
+def assert_same_checkpoint(folder: Path, uninterrupted: Path, step: int = STEPS) -> None:
+    """Assert that both runs have saved the same tensors at ``step``."""
+    ours, theirs = (saved_tensors(f, step) for f in (folder, uninterrupted))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), name
@@ -89,7 +91,7 @@ def test_run_killed_at_random_ends_like_an_uninterrupted_run(tmp_path: Path, uni
         run.end()
         assert_all_complete(tmp_path)
     finish(tmp_path)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted)
     assert not list(tmp_path.glob("checkpoint/*.damaged"))
 
 
@@ -102,19 +104,7 @@ def test_killed_run_of_one_rank_ends_like_an_uninterrupted_run(tmp_path: Path) -
     run.end()
     assert STEPS not in saved_steps(killed / "checkpoint")
     assert "resumed from" in finish(killed, ranks=1)
-    assert_same_end(killed, uninterrupted)
-
-
-def test_run_killed_during_saves_ends_like_an_uninterrupted_run(tmp_path: Path, uninterrupted: Path) -> None:
-    for moment in (die_in_data, die_before_manifest, die_before_rename):
-        run = ForkedRun(tmp_path, hook=moment)
-        run.wait_for(lambda: any(process.exitcode is not None for process in run.processes))  # noqa: B023
-        run.end()
-        assert list((tmp_path / "checkpoint").glob("step-6.*.partial")), moment
-        assert saved_steps(tmp_path / "checkpoint") == [2, 4], moment
-        assert_all_complete(tmp_path)
-    finish(tmp_path)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(killed, uninterrupted)
 
 
 def die() -> None:
@@ -159,8 +149,40 @@ def die_before_rename() -> None:
     die_at(local_storage, "fsync_folder")
 
 
-def test_signals_save_the_step_at_which_they_stop(tmp_path: Path, uninterrupted: Path) -> None:
-    for number, ranks in ((signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])):
+@pytest.mark.parametrize(
+    "moments",
+    [
+        [die_in_data],  # of rank 1; test_writer_lease.py kills one rank at each operation
+        pytest.param([die_in_data, die_before_manifest, die_before_rename], marks=pytest.mark.slow),
+    ],
+    ids=["one", "three"],
+)
+def test_run_killed_during_saves_ends_like_an_uninterrupted_run(
+    tmp_path: Path, uninterrupted: Path, moments: list[Any]
+) -> None:
+    for moment in moments:
+        run = ForkedRun(tmp_path, hook=moment)
+        run.wait_for(lambda: any(process.exitcode is not None for process in run.processes))  # noqa: B023
+        run.end()
+        assert list((tmp_path / "checkpoint").glob("step-6.*.partial")), moment
+        assert saved_steps(tmp_path / "checkpoint") == [2, 4], moment
+        assert_all_complete(tmp_path)
+    finish(tmp_path)
+    assert_same_checkpoint(tmp_path, uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "signals",
+    [
+        [(signal.SIGUSR1, [1])],
+        pytest.param([(signal.SIGTERM, [0, 1]), (signal.SIGUSR1, [1])], marks=pytest.mark.slow),
+    ],
+    ids=["one", "two"],
+)
+def test_signals_save_the_step_at_which_they_stop(
+    tmp_path: Path, uninterrupted: Path, signals: list[tuple[signal.Signals, list[int]]]
+) -> None:
+    for number, ranks in signals:
         before = steps_done(tmp_path)
         run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=slow_steps)
         run.wait_for(lambda: steps_done(tmp_path) > before)  # noqa: B023
@@ -170,7 +192,7 @@ def test_signals_save_the_step_at_which_they_stop(tmp_path: Path, uninterrupted:
         assert before < stopped_at < STEPS
         assert saved_steps(tmp_path / "checkpoint")[-1] == stopped_at
     finish(tmp_path)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted)
 
 
 def start_torchrun(module: str, forked_ranks: dict[str, str], folder: Path, *options: str) -> tuple[BaseProcess, Path]:
@@ -192,6 +214,7 @@ def wait_for_step(process: BaseProcess, log: Path, folder: Path, step: int) -> N
         time.sleep(0.01)
 
 
+@pytest.mark.slow  # test_launch.py has the launcher's part, and the test above that of the ranks
 def test_sigterm_to_the_launcher_saves_the_step_at_which_it_stops(
     forked_ranks: dict[str, str], tmp_path: Path, uninterrupted: Path
 ) -> None:
@@ -204,21 +227,22 @@ def test_sigterm_to_the_launcher_saves_the_step_at_which_it_stops(
     assert saved_steps(tmp_path / "checkpoint") == [stopped_at], log.read_text()
     assert stopped_at < STEPS
     finish(tmp_path)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted)
 
 
 def test_torchrun_restarts_a_killed_rank(forked_ranks: dict[str, str], tmp_path: Path, uninterrupted: Path) -> None:
     process, log = start_torchrun("torch.distributed.run", forked_ranks, tmp_path)
-    wait_for_step(process, log, tmp_path, 5)
+    wait_for_step(process, log, tmp_path, 3)
     ranks = [child for child in psutil.Process(process.pid).children() if "tiny_train.py" in " ".join(child.cmdline())]
     assert len(ranks) == 2
     ranks[1].kill()
     process.join(TIMEOUT_SECONDS)
     assert process.exitcode == 0, log.read_text()
     assert "resumed from" in log.read_text()
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow  # the next test has a limit, and others stop two ranks
 def test_wall_clock_limit_stops_in_time_and_saves(tmp_path: Path) -> None:
     run = ForkedRun(
         tmp_path,
@@ -253,13 +277,12 @@ def test_wall_clock_limit_includes_the_time_of_opening_data(tmp_path: Path) -> N
 def test_stop_is_saved_if_the_grace_period_ends_before_the_step(tmp_path: Path, uninterrupted: Path) -> None:
     # For example while the first step compiles.
     options = ("--faults.stop_grace_seconds", "1", "--checkpoint.interval", "100")
-    run = ForkedRun(tmp_path, *options, hook=first_step_takes_4_seconds)
+    run = ForkedRun(tmp_path, *options, hook=first_step_takes_2_seconds)
     run.wait_for(lambda: "the first loss" in run.output())
     run.kill(number=signal.SIGINT)
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert saved_steps(tmp_path / "checkpoint") == [2]  # the ranks agree one step later
-    finish(tmp_path)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted, step=2)
 
 
 def slow_commit() -> Any:
@@ -285,12 +308,12 @@ def test_save_that_exceeds_the_grace_period_is_one_message_and_one_code(tmp_path
     assert "Traceback" not in run.output()
 
 
-def first_step_takes_4_seconds() -> Any:
+def first_step_takes_2_seconds() -> Any:
     def wait(call: int, loss: Any) -> Any:
         if call == 1:
             logger.info("the first loss")
         if call <= MICROBATCHES:
-            time.sleep(2)
+            time.sleep(1)
         return loss
 
     return patched_loss(wait)
@@ -320,8 +343,7 @@ def test_stop_ends_a_validation_and_saves_the_step_before(tmp_path: Path, uninte
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert "validation after step 4 is aborted: the run was asked to stop" in run.output()
     assert saved_steps(tmp_path / "run/checkpoint") == [2, 4]
-    finish(tmp_path / "run")
-    assert_same_end(tmp_path / "run", uninterrupted)
+    assert_same_checkpoint(tmp_path / "run", uninterrupted, step=4)
 
 
 @pytest.mark.slow
@@ -423,8 +445,7 @@ def test_stop_is_agreed_on_in_the_same_step_if_steps_are_long(tmp_path: Path, un
     run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=stop_in_third_step)
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
     assert saved_steps(tmp_path / "checkpoint") == [3]
-    finish(tmp_path, hook=treat_all_steps_as_long)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted, step=3)
 
 
 @contextmanager
@@ -503,32 +524,26 @@ def test_non_finite_gradients_roll_back_and_skip_the_data(tmp_path: Path, uninte
     assert torch.equal(tensors["loader.rows"], saved_tensors(uninterrupted, STEPS)["loader.rows"])
 
 
-def test_non_finite_gradients_stop_the_run(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, "--faults.on_nonfinite", "stop", hook=nan_in_step_5_of_rank_1)
-    assert run.wait() == [2, 2]
-    assert "step 5 is bad" in run.output()
-    assert saved_steps(tmp_path / "checkpoint") == [2, 4]
-
-
-def nan_in_step(step: int) -> Any:
-    """A NaN loss in the first attempt at ``step``, on rank 1."""
+def nan_in_the_last_step() -> Any:
+    """A NaN loss in the first attempt at step 6, on rank 1."""
 
     def poison(call: int, loss: Any) -> Any:
-        return loss * float("nan") if os.environ["RANK"] == "1" and call == (step - 1) * MICROBATCHES + 1 else loss
+        return loss * float("nan") if os.environ["RANK"] == "1" and call == 5 * MICROBATCHES + 1 else loss
 
     return patched_loss(poison)
 
 
-def nan_in_step_6() -> Any:
-    return nan_in_step(6)
+def test_run_with_a_bad_last_step_stops_without_its_checkpoint(tmp_path: Path) -> None:
+    options = ("--faults.on_nonfinite", "stop", "--training.steps", "6")
+    run = ForkedRun(tmp_path, *options, hook=nan_in_the_last_step)
+    assert run.wait() == [2, 2]
+    assert "step 6 is bad" in run.output()
+    assert saved_steps(tmp_path / "checkpoint") == [2, 4]
 
 
-def nan_in_the_last_step() -> Any:
-    return nan_in_step(STEPS)
-
-
-def test_rollback_does_not_load_the_bad_step(tmp_path: Path) -> None:
-    output = finish(tmp_path, "--faults.on_nonfinite", "rollback", hook=nan_in_step_6)  # step 6 is to be saved
+def test_run_with_a_bad_last_step_rolls_back_to_the_checkpoint_before(tmp_path: Path) -> None:
+    options = ("--faults.on_nonfinite", "rollback", "--training.steps", "6")
+    output = finish(tmp_path, *options, hook=nan_in_the_last_step)
     assert f"rolled back to {tmp_path}/checkpoint/step-4" in output
     assert saved_tensors(tmp_path, 6)["optimizer.norm.weight.step"].item() == 6
 
@@ -568,23 +583,11 @@ def check_states_after_a_rollback(tmp_path: Path, *more: str, statistics: tuple[
     assert {name.split(".")[0] for name in saved} == {"model", "optimizer", "ema", "loader", "spikes", *statistics}
 
 
-def test_stop_leaves_no_checkpoint_of_the_bad_step(tmp_path: Path) -> None:
-    run = ForkedRun(tmp_path, "--faults.on_nonfinite", "stop", hook=nan_in_step_6)
-    assert run.wait() == [2, 2]
-    assert saved_steps(tmp_path / "checkpoint") == [2, 4]
-
-
-def test_run_with_a_bad_last_step_is_not_complete(tmp_path: Path) -> None:
-    stopped = ForkedRun(tmp_path / "stop", "--faults.on_nonfinite", "stop", hook=nan_in_the_last_step)
-    assert stopped.wait() == [2, 2]
-    assert saved_steps(tmp_path / "stop/checkpoint")[-1] == STEPS - 2
-    output = finish(tmp_path / "back", "--faults.on_nonfinite", "rollback", hook=nan_in_the_last_step)
-    assert f"rolled back to {tmp_path}/back/checkpoint/step-{STEPS - 2}" in output
-    assert saved_tensors(tmp_path / "back", STEPS)["optimizer.norm.weight.step"].item() == STEPS
+ONE_RANK = ("--training.global_batch_size", str(MICROBATCHES))  # as many microbatches as each of two ranks has
 
 
 def spike_in_step_7() -> Any:
-    """Multiply the loss of step 7 by 50, on both ranks."""
+    """Multiply the loss of step 7 by 50."""
     return patched_loss(lambda call, loss: loss * 50 if (call - 1) // MICROBATCHES == 6 else loss)
 
 
@@ -599,23 +602,24 @@ def test_spike_is_handled_like_non_finite_numbers_also_after_a_restart(tmp_path:
 def check_spike(tmp_path: Path, *options: str) -> str:
     """Returns what the event of the spike says of it."""
     uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
-    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5", *options)
-    finish(uninterrupted, *spikes, hook=spike_in_step_7)
+    spikes = ("--faults.spike_threshold", "6", "--faults.spike_window", "5", *ONE_RANK, *options)
+    finish(uninterrupted, *spikes, ranks=1, hook=spike_in_step_7)
     (event,) = (line for line in metrics_lines(uninterrupted) if line.get("event", "").startswith("bad_step"))
     assert (event["step"], event["event"]) == (7, "bad_step_skip")
     assert "is a spike: the last 5 steps had" in event["problem"]
     assert saved_tensors(uninterrupted, STEPS)["optimizer.norm.weight.step"].item() == STEPS - 1
-    finish(resumed, *spikes, "--training.steps", "5")
-    finish(resumed, *spikes, hook=spike_in_the_second_step)
-    assert_same_end(resumed, uninterrupted)
+    finish(resumed, *spikes, "--training.steps", "5", ranks=1)
+    finish(resumed, *spikes, ranks=1, hook=spike_in_the_second_step)
+    assert_same_checkpoint(resumed, uninterrupted)
     problem: str = event["problem"]
     return problem
 
 
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
+@pytest.mark.parametrize("policy", [pytest.param("skip", marks=pytest.mark.slow), "rollback"])
 def test_too_many_consecutive_bad_steps_stop_the_run(tmp_path: Path, policy: str) -> None:
-    run = ForkedRun(tmp_path, "--faults.on_nonfinite", policy, "--faults.max_bad_steps", "2", hook=inf_from_step_3)
-    assert run.wait() == [2, 2]
+    options = ("--faults.on_nonfinite", policy, "--faults.max_bad_steps", "2", *ONE_RANK)
+    run = ForkedRun(tmp_path, *options, ranks=1, hook=inf_from_step_3)
+    assert run.wait() == [2]
     assert "that is 3 in a row, and faults.max_bad_steps = 2" in run.output()
 
 
@@ -640,7 +644,7 @@ def test_run_continues_after_a_disk_was_full(tmp_path: Path, uninterrupted: Path
         assert f"step-{step} could not be written: OSError(27, 'File too large') (rank 1)" in output
     assert saved_steps(tmp_path / "checkpoint") == [2, 8]
     assert_all_complete(tmp_path)
-    assert_same_end(tmp_path, uninterrupted)
+    assert_same_checkpoint(tmp_path, uninterrupted)
 
 
 def stop_before(method: Any, name: str, call: int = 4) -> Any:
@@ -692,14 +696,13 @@ PIPELINE = ("--parallelism.pipeline_parallel_degree", "2", "--training.local_bat
 @pytest.mark.parametrize(
     ("hook", "waits", "options"),
     [
-        (stop_before_update, r"all_reduce at gradient_reducer\.py", ()),
-        pytest.param(stop_before_batch, r"all_reduce at trainer\.py", (), marks=pytest.mark.slow),
+        pytest.param(stop_before_update, r"all_reduce at gradient_reducer\.py", (), marks=pytest.mark.slow),
         pytest.param(
             *(stop_in_a_block, r"(\w+ at model|all_to_all_single at reduce_scatter)\.py", ()), marks=pytest.mark.slow
         ),
         (stop_in_a_stage, r"_wait_batch_p2p at pipeline_llama\.py", PIPELINE),
     ],
-    ids=["step", "batch", "shards", "pipeline"],
+    ids=["step", "shards", "pipeline"],
 )
 def test_hang_report_names_the_waiting_and_the_missing_ranks(
     tmp_path: Path, hook: Any, waits: str, options: Any
@@ -710,12 +713,15 @@ def test_hang_report_names_the_waiting_and_the_missing_ranks(
         run.wait_for(lambda: "is waiting for" in run.output())
     finally:
         run.end()
-    output = run.logs[0].read_text()
+    check_hang_report(run.logs[0].read_text(), waits, tmp_path)
+
+
+def check_hang_report(output: str, waits: str, folder: Path) -> None:
     assert "step 4 takes more than 2 s" in output, output
     assert re.search(f"rank 0: waiting in {waits}", output), output
     assert "rank 1: no report" in output, output
     assert "so rank 0 is waiting for rank 1" in output, output
-    assert list(tmp_path.glob("hangs/step-4-rank-0.txt"))
+    assert list(folder.glob("hangs/step-4-rank-0.txt"))
 
 
 def test_the_last_line_after_a_hang_names_the_rank_and_its_host(tmp_path: Path) -> None:
@@ -726,6 +732,7 @@ def test_the_last_line_after_a_hang_names_the_rank_and_its_host(tmp_path: Path) 
     finally:
         run.end()
     output = run.logs[0].read_text()
+    check_hang_report(output, r"all_reduce at trainer\.py", tmp_path)
     assert run.processes[0].exitcode == HangError.exit_code == 74, output
     assert "Traceback" not in output
     where = f"the stack traces are in {tmp_path}/hangs"
