@@ -61,7 +61,7 @@ def hashes(storage: CheckpointStorage, step: int) -> dict[str, Any]:
 
 
 def test_killed_run_in_the_database_ends_like_one_in_a_folder(module: Path, tmp_path: Path) -> None:
-    finish(tmp_path / "local")
+    finish(tmp_path / "local", "--training.steps", "10")
     folder, options = tmp_path / "run", options_of_the_page(tmp_path)
     storage = open_storage(options[-1])
     killed = ForkedRun(folder, *options, hook=partial(use_module_of, module, slow=True))
@@ -84,7 +84,6 @@ def test_killed_run_in_the_database_ends_like_one_in_a_folder(module: Path, tmp_
     assert f"resumed from {storage}/step-6" in output
     assert storage.steps() == [2, 4, 6, 8, 10]
     assert "step-8.damaged" in " ".join(storage.names())
-    finish(tmp_path / "local", "--training.steps", "10")
     assert hashes(storage, 10) == hashes(LocalStorage(str(tmp_path / "local/checkpoint")), 10)
     assert logged_losses(folder) == logged_losses(tmp_path / "local")
 

@@ -518,8 +518,22 @@ def flip_bit(file: Path) -> None:
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["data", "index.json", "config.toml", MANIFEST])
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        *(
+            ("flip", "data"),
+            ("truncate", "data"),
+            ("flip", "index.json"),
+            ("remove", "config.toml"),
+            ("flip", MANIFEST),
+        ),
+        *(pytest.param(damage, "index.json", marks=pytest.mark.slow) for damage in ("truncate", "remove")),
+        *(pytest.param(damage, "config.toml", marks=pytest.mark.slow) for damage in ("flip", "truncate")),
+        *(pytest.param(damage, MANIFEST, marks=pytest.mark.slow) for damage in ("truncate", "remove")),
+        pytest.param("remove", "data", marks=pytest.mark.slow),
+    ],
+)
 def test_damaged_checkpoint_is_renamed_and_the_previous_one_is_loaded(tmp_path: Path, name: str, damage: str) -> None:
     Run(tmp_path).train(1, 4)
     folder = tmp_path / "checkpoint/step-4"

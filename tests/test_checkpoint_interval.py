@@ -48,16 +48,15 @@ def save_due_at(at: tuple[int, ...], rank: str = "1", first: Callable[[], Any] =
 
 
 def test_clock_of_any_rank_makes_all_ranks_save_at_the_next_step(tmp_path: Path) -> None:
-    by_time, by_step = tmp_path / "by_time", tmp_path / "by_step"
-    finish(by_time, *BY_TIME, hook=partial(save_due_at, (3, 8)))
-    assert saved_steps(by_time / "checkpoint") == [4, 9, 12]
-    finish(by_step, *BY_TIME, "--checkpoint.interval_minutes", "0")
-    assert saved_steps(by_step / "checkpoint") == [12]
+    by_time, by_step, options = tmp_path / "by_time", tmp_path / "by_step", (*BY_TIME, "--training.steps", "7")
+    finish(by_time, *options, hook=partial(save_due_at, (2, 4)))
+    assert saved_steps(by_time / "checkpoint") == [3, 5, 7]
+    finish(by_step, *options, "--checkpoint.interval_minutes", "0")
+    assert saved_steps(by_step / "checkpoint") == [7]
     assert logged_losses(by_time) == logged_losses(by_step)
-    assert different_tensors(saved_tensors(by_time, 12), saved_tensors(by_step, 12)) == []
-    for step in (9, 12):  # resume from a checkpoint that the clock triggered
-        shutil.rmtree(by_time / f"checkpoint/step-{step}")
-    finish(by_time, *BY_TIME, ranks=1, hook=partial(save_due_at, (), "0"))
+    assert different_tensors(saved_tensors(by_time, 7), saved_tensors(by_step, 7)) == []
+    shutil.rmtree(by_time / "checkpoint/step-7")  # resume from a checkpoint that the clock triggered
+    finish(by_time, *options, ranks=1, hook=partial(save_due_at, (), "0"))
     assert logged_losses(by_time) == pytest.approx(logged_losses(by_step), rel=1e-5)
 
 
@@ -71,7 +70,7 @@ def test_multiples_and_the_best_by_validation_are_kept(tmp_path: Path) -> None:
     held_out.write_text("some words that nobody has trained on\n" * 20)
     options = ["--validation.enable", f"--validation.path={held_out}", "--validation.interval=2"]
     options += ["--checkpoint.keep_latest_k=1", "--checkpoint.keep_best_k=1", "--checkpoint.keep_every=6"]
-    finish(tmp_path / "run", *options, "--training.steps=10", hook=diverging)
+    finish(tmp_path / "run", *options, "--training.steps=10", ranks=1, hook=diverging)
     lines = read_metrics(tmp_path / "run")
     losses = {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
     best = min(losses, key=losses.__getitem__)
@@ -108,8 +107,8 @@ def long_steps() -> None:
 
 
 def test_long_steps_are_saved_without_waiting_for_the_next_step(tmp_path: Path) -> None:
-    finish(tmp_path, *BY_TIME, hook=partial(save_due_at, (3, 8), "1", long_steps))
-    assert saved_steps(tmp_path / "checkpoint") == [3, 8, 12]
+    finish(tmp_path, *BY_TIME, "--training.steps", "4", hook=partial(save_due_at, (2, 3), "1", long_steps))
+    assert saved_steps(tmp_path / "checkpoint") == [2, 3, 4]
 
 
 def test_interval_minutes_are_counted_from_the_end_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:

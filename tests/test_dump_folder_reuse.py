@@ -66,7 +66,7 @@ def test_run_that_ended_before_its_first_checkpoint_keeps_its_files(tmp_path: Pa
     assert events(tmp_path / "metrics.jsonl").count("start") == 2
 
 
-@pytest.mark.parametrize("changed", ["data", "options"])
+@pytest.mark.parametrize("changed", ["data", pytest.param("options", marks=pytest.mark.slow)])
 def test_files_of_another_run_that_saved_no_checkpoint_are_renamed(tmp_path: Path, changed: str) -> None:
     """Also where the other run differs only in the content of its data files."""
     text = tmp_path / "texts" / "text.txt"

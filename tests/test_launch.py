@@ -42,7 +42,7 @@ def launch(folder: Path, script: str) -> tuple[BaseProcess, Path, Path]:
 @pytest.mark.parametrize(
     ("script", "code"),
     [
-        ("exit $((RANK == 1 ? 75 : 0))", 75),
+        pytest.param("exit $((RANK == 1 ? 75 : 0))", 75, marks=pytest.mark.slow),
         ("[ $RANK = 0 ] && sleep 60; kill -35 $BASHPID", 163),  # a signal without a name
         # SIGUSR1 is ignored, also by the ranks, until they install a handler.
         ("kill -USR1 $BASHPID $PPID; exit", 0),
@@ -56,7 +56,7 @@ def test_exit_code_is_that_of_the_first_failure(tmp_path: Path, script: str, cod
     assert ("rank 1 was ended by signal 35" in errors.read_text()) == (code == 163)
 
 
-@pytest.mark.parametrize("node", [0, 1])
+@pytest.mark.parametrize("node", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_nodes_that_do_not_meet_are_one_error(node: int) -> None:
     nodes = ("--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "1", "--rdzv-conf", "timeout=1")
     address = ("--master-addr", "localhost", "--master-port", str(free_port()))
@@ -96,18 +96,11 @@ def test_last_line_after_a_hang_is_that_of_the_watchdog(tmp_path: Path) -> None:
     assert errors.read_text().splitlines()[-1].endswith("error: rank 1 on host x hangs in step 4")
 
 
-def test_ranks_use_the_store_of_torchrun(tmp_path: Path) -> None:
+def test_ranks_use_the_store_of_torchrun_and_get_its_sigterm(tmp_path: Path) -> None:
     """A port that is chosen here and bound by a rank seconds later may be taken by then."""
-    process, output, errors = launch(tmp_path, "echo $TORCHELASTIC_USE_AGENT_STORE")
-    process.join(120)
-    assert output.read_text() == "True\nTrue\n", errors.read_text()
-
-
-def test_sigterm_is_forwarded_to_the_ranks(tmp_path: Path) -> None:
-    process, output, errors = launch(
-        tmp_path, 'trap "echo rank $RANK stops; exit 0" TERM; echo ready; for i in $(seq 300); do sleep 0.2; done'
-    )
-    while not output.exists() or output.read_text() != "ready\nready\n":
+    script = 'trap "echo rank $RANK stops; exit 0" TERM; echo $TORCHELASTIC_USE_AGENT_STORE'
+    process, output, errors = launch(tmp_path, f"{script}; for i in $(seq 300); do sleep 0.2; done")
+    while not output.exists() or output.read_text() != "True\nTrue\n":
         assert process.is_alive(), errors.read_text()
         time.sleep(0.02)
     process.terminate()

@@ -49,7 +49,7 @@ def address(node: int) -> str:
 
 def test_two_agents_have_the_losses_of_one_process(forked_ranks: dict[str, str], tmp_path: Path) -> None:
     endpoint, started = f"127.0.0.1:{free_port()}", []
-    options = ("--training.steps", "6")
+    options = ("--training.steps", "3")
     for node in (0, 1):
         (folder := tmp_path / f"agent-{node}").mkdir()
         words = arguments(node, endpoint, "127.0.0.1", tmp_path / "two", *options)

@@ -102,7 +102,8 @@ def test_invalid_option_ends_the_job_before_the_nodes_start(
 def test_job_that_fails_without_progress_is_not_requeued(
     cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
 ) -> None:
-    job = submit(cluster, forked_ranks, tmp_path / "run", "--data.path", str(tmp_path / "nothing.txt"))
+    data = ("--data.path", str(tmp_path / "nothing.txt"))
+    job = submit(cluster, forked_ranks, tmp_path / "run", *data, sbatch=("--nodes=1",))
     assert cluster.wait_for_end(job, 120) == "FAILED"
     assert cluster.field(job, "Restarts") == "0"
     assert cluster.field(job, "ExitCode") == "2:0"

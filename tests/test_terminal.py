@@ -57,7 +57,7 @@ def show(folder: Path, columns: int | None, *options: str, ranks: int = 1) -> st
     return terminal.close()
 
 
-@pytest.mark.parametrize("columns", [80, 120, None])
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow), None])
 def test_screen_of_a_new_run_and_of_a_resumed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int | None
 ) -> None:
@@ -86,7 +86,7 @@ def test_screen_of_a_new_run_and_of_a_resumed_one(
     assert source["share"] == 1
 
 
-@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow), None])
+@pytest.mark.parametrize("columns", [80, *(pytest.param(columns, marks=pytest.mark.slow) for columns in (120, None))])
 def test_screen_of_two_ranks_is_that_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int | None
 ) -> None:
@@ -106,7 +106,12 @@ def test_screen_of_two_ranks_is_that_of_one(
 
 @pytest.mark.parametrize(
     ("variables", "is_colored"),
-    [({}, True), ({"CI": "1"}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+    [
+        ({}, True),
+        ({"NO_COLOR": "1"}, False),
+        pytest.param({"CI": "1"}, True, marks=pytest.mark.slow),
+        pytest.param({"TERM": "dumb"}, False, marks=pytest.mark.slow),
+    ],
 )
 def test_step_lines_are_colored_only_where_the_terminal_shows_it(
     tmp_path: Path, variables: dict[str, str], is_colored: bool
@@ -308,8 +313,7 @@ def results_of_a_run(tmp_path: Path, *options: str) -> tuple[Path, list[str]]:
     options = (*options, "--validation.enable", "--validation.path", "held_out.txt", "--validation.interval", "2")
     terminal = Terminal(78)
     folder = Path("a_name_that_makes_commands_long")
-    run = ForkedRun(folder, *options, ranks=2, hook=terminal.hook)
-    assert run.wait() == [0, 0], terminal.close()
+    finish(folder, *options, ranks=1, hook=terminal.hook)
     screen = terminal.close()
     lines = screen[screen.index(f"results of {folder}:") :].splitlines()
     metrics = read_metrics(folder)

@@ -160,8 +160,11 @@ def paused_after_check(run: Run, number: int, resume_older: threading.Event, pau
     run.manager._check_lease = check  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("stride", [15, pytest.param(5, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("check", range(5))
-def test_older_process_loses_the_lease_at_any_operation_of_a_newer_start(tmp_path: Path, check: int) -> None:
+def test_older_process_loses_the_lease_at_any_operation_of_a_newer_start(
+    tmp_path: Path, check: int, stride: int
+) -> None:
     """The older process checks its lease and hangs in the next operation, until the newer one reaches an operation.
 
     It checks the lease before it retires newer checkpoints, before it commits, and before and after it renames the
@@ -202,7 +205,7 @@ def test_older_process_loses_the_lease_at_any_operation_of_a_newer_start(tmp_pat
             older.train(7, 10)
         assert resume(folder, **OPTIONS).manager.start.step == resumed_from + 2
         assert not [name for name in checkpoint_names(folder) if name.endswith((".partial", ".moving"))], number
-        number += 5  # each operation comes after one of the checks
+        number += stride  # with 5, each operation comes after one of the checks
 
 
 def save(run: Run) -> None:
@@ -215,8 +218,11 @@ def save_after_rollback(run: Run) -> None:
     run.manager.maybe_save(4, last=True)
 
 
+@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("work", [save, save_after_rollback])
-def test_kill_at_any_operation_leaves_a_valid_checkpoint(tmp_path: Path, work: Callable[[Run], None]) -> None:
+def test_kill_at_any_operation_leaves_a_valid_checkpoint(
+    tmp_path: Path, work: Callable[[Run], None], stride: int
+) -> None:
     run = wait_for_saves(Run(tmp_path / "run", **OPTIONS).train(1, 4))
 
     def kill(count: int) -> None:
@@ -227,19 +233,19 @@ def test_kill_at_any_operation_leaves_a_valid_checkpoint(tmp_path: Path, work: C
         wait_for_saves(run)
     kill(operations.count)
     assert operations.count > 20
-    for count in range(operations.count + 1):
+    for number, count in enumerate(range(0, operations.count + 1, stride)):
         folder = tmp_path / str(count)
         verify_checkpoints(folder)
 
-        def kill_again(again: int, folder: Path = folder) -> None:
-            if again % 4 == 0:
+        def kill_again(again: int, folder: Path = folder, is_killed: bool = number % 8 == 0) -> None:
+            if is_killed and again % 4 == 0:
                 shutil.copytree(folder, folder / f"again/{again}", ignore=shutil.ignore_patterns("again"))
 
         with Operations(folder / "checkpoint", kill_again):
             resumed = resume(folder, **OPTIONS)
         assert resumed.manager.start.step in (4, 6), count
         assert not [name for name in checkpoint_names(folder) if name.endswith((".partial", ".moving"))], count
-        if count % 8 == 0:
+        if number % 8 == 0:
             for again in (folder / "again").iterdir():
                 assert resume(again, **OPTIONS).manager.start.step in (4, 6)
 
