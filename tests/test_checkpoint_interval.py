@@ -107,8 +107,8 @@ def long_steps() -> None:
 
 
 def test_long_steps_are_saved_without_waiting_for_the_next_step(tmp_path: Path) -> None:
-    finish(tmp_path, *BY_TIME, "--training.steps", "4", hook=partial(save_due_at, (2, 3), "1", long_steps))
-    assert saved_steps(tmp_path / "checkpoint") == [2, 3, 4]
+    finish(tmp_path, *BY_TIME, "--training.steps", "6", hook=partial(save_due_at, (3, 5), "1", long_steps))
+    assert saved_steps(tmp_path / "checkpoint") == [3, 5, 6]
 
 
 def test_interval_minutes_are_counted_from_the_end_of_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
