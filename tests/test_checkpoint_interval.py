@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 from forked_command import checked_command
-from forked_run import different_tensors, finish, logged_losses, patched_loss, read_metrics, saved_tensors
+from forked_run import NO_REPORT, different_tensors, finish, logged_losses, patched_loss, read_metrics, saved_tensors
 
 from torchtrain.checkpoint import manager
 from torchtrain.checkpoint.local_storage import saved_steps
@@ -137,7 +137,7 @@ def test_minimal_config_saves_and_resumes(tmp_path: Path) -> None:
         "[model.shape]\ndim = 32\nn_layers = 1\nn_heads = 2\nn_kv_heads = 1\nffn_dim = 64\n"
         "[training]\nseq_len = 32\nlocal_batch_size = 2\nsteps = 2\n[lr_scheduler]\ntotal_steps = 50\n"
     )
-    options = ("--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"))
+    options = ("--job.config_file", str(config), "--job.dump_folder", str(tmp_path / "run"), *NO_REPORT)
     output = checked_command("torchtrain.train", *options).stderr
     assert "checkpoints  every 500 steps and 30 minutes, the newest 5 kept, " in output
     assert saved_steps(tmp_path / "run/checkpoint") == [2]

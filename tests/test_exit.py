@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 from forked_command import checked_command, start_command
+from forked_run import NO_REPORT
 from forkserver import context
 
 ROOT = Path(__file__).parent.parent
@@ -27,6 +28,7 @@ TRAIN = [
     *("--model.shape.dim", "16", "--model.shape.n_layers", "1", "--model.shape.n_heads", "2"),
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "32", "--training.steps", "2"),
     *("--training.local_batch_size", "1", "--metrics.no_enable_tensorboard"),
+    *NO_REPORT,
 ]
 
 # The time limit is reached within the first steps.

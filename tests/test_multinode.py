@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from forked_command import checked_command, start_command
-from forked_run import logged_losses
+from forked_run import NO_REPORT, logged_losses
 from forkserver import free_port
 from network_namespaces import ip, network_namespaces
 
@@ -20,6 +20,7 @@ OPTIONS = [
     *("--model.shape.n_kv_heads", "2", "--model.shape.ffn_dim", "128"),
     *("--training.global_batch_size", "4", "--training.local_batch_size", "2"),
     *("--training.mixed_precision_param", "float32", "--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
+    *NO_REPORT,
 ]
 NAMESPACES = ("torchtrain-a", "torchtrain-b")
 

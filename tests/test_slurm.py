@@ -11,7 +11,7 @@ import pytest
 import slurm
 import torch
 from forked_command import checked_command
-from forked_run import logged_losses, read_metrics, saved_tensors
+from forked_run import NO_REPORT, logged_losses, read_metrics, saved_tensors
 from slurm import Slurm
 
 ROOT = Path(__file__).parent.parent
@@ -20,7 +20,7 @@ OPTIONS = [
     *("--model.shape.dim", "64", "--model.shape.n_layers", "2", "--model.shape.ffn_dim", "128"),
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.mixed_precision_param", "float32"),
     *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard", "--checkpoint.interval", "30"),
-    *("--training.steps", str(STEPS)),
+    *("--training.steps", str(STEPS), *NO_REPORT),
 ]
 
 pytestmark = pytest.mark.skipif(bool(slurm.missing_requirement()), reason=slurm.missing_requirement())

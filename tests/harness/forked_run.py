@@ -44,8 +44,10 @@ interval = 2
 interval_minutes = 0
 keep_latest_k = 10
 """
+NO_REPORT: list[str] = []  # the same for runs with another config file
 if "report" in CONFIG_SECTIONS:  # this plugin is on by default, and draws curves at the end of a run
     CONFIG += "[report]\nenable = false\n"
+    NO_REPORT = ["--report.no-enable"]
 
 Hook = Callable[[], Any]  # called in each process before training; returns None or a context manager to train within
 
