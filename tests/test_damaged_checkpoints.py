@@ -303,7 +303,7 @@ def first_of_each_kind(names: Iterable[str]) -> Iterator[Any]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("change", first_of_each_kind(CHANGES))
+@pytest.mark.parametrize("change", list(first_of_each_kind(CHANGES)))
 def test_crafted_checkpoint_is_detected_as_damaged(
     saved: Path,
     before: dict[str, Any],
