@@ -277,7 +277,7 @@ def test_wall_clock_limit_includes_the_time_of_opening_data(tmp_path: Path) -> N
 def test_stop_is_saved_if_the_grace_period_ends_before_the_step(tmp_path: Path, uninterrupted: Path) -> None:
     # For example while the first step compiles.
     options = ("--faults.stop_grace_seconds", "1", "--checkpoint.interval", "100")
-    run = ForkedRun(tmp_path, *options, hook=first_step_takes_2_seconds)
+    run = ForkedRun(tmp_path, *options, hook=first_step_takes_4_seconds)
     run.wait_for(lambda: "the first loss" in run.output())
     run.kill(number=signal.SIGINT)
     assert run.wait() == [StoppedError.exit_code] * 2, run.output()
@@ -308,12 +308,12 @@ def test_save_that_exceeds_the_grace_period_is_one_message_and_one_code(tmp_path
     assert "Traceback" not in run.output()
 
 
-def first_step_takes_2_seconds() -> Any:
+def first_step_takes_4_seconds() -> Any:
     def wait(call: int, loss: Any) -> Any:
         if call == 1:
             logger.info("the first loss")
         if call <= MICROBATCHES:
-            time.sleep(1)
+            time.sleep(2)
         return loss
 
     return patched_loss(wait)
