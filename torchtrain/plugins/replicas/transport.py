@@ -1,5 +1,6 @@
 """State over HTTP and sums over gloo, under the address that ``replicas.host`` gives."""
 
+import socket
 import time
 import urllib.request
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torchtrain.torch_internals import _streaming_load
 
 # Of torchft's servers, clients and groups, only urllib obeys http_proxy: gRPC is that of tonic, which knows no proxies.
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+REFUSAL_SECONDS = 5.0  # after which a lighthouse, by default, takes a replica without heartbeats for dead
 
 
 def in_url(host: str) -> str:
@@ -50,6 +52,26 @@ class StateTransport(HTTPTransport):  # type: ignore[misc]  # torchft has no typ
             raise StorageError(f"the state at {url} cannot be read: {getattr(error, 'reason', error)}") from error
 
 
+def require_listener(address: str) -> None:
+    """Raise a ConnectionRefusedError if connections to ``address``, HOST:PORT, are refused for ``REFUSAL_SECONDS``.
+
+    The store of a group listens before others hear of it, so the member that opened it has died. PyTorch's client would
+    try again until its timeout has passed twice.
+    """
+    host, _, port = address.rpartition(":")
+    ends = time.monotonic() + REFUSAL_SECONDS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=1).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > ends:
+                raise
+        except OSError:
+            return  # PyTorch's client says why
+        time.sleep(0.1)
+
+
 class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
     """A replaceable gloo group for tensors on the CPU, which listens at ``host``.
 
@@ -76,13 +98,13 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
         Raises:
             StorageError: they cannot be connected.
         """
-        began = time.monotonic()
+        began, at = time.monotonic(), store_addr.split("/")[0]
         try:
+            require_listener(at)
             super().configure(f"{store_addr}/{self._step()}", *arguments, **options)
         except Exception as error:
             self.timed_out = self.has_passed(began)
             why = reason_of(error)
-            at = store_addr.split("/")[0]
             raise StorageError(f"no connection with all members, which meet at {at}: {why}") from error
 
     def has_passed(self, began: float) -> bool:
