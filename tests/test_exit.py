@@ -151,7 +151,7 @@ def test_runs_of_the_shell_launcher_exit_with_their_code(tmp_path: Path, ranks: 
     """With the launcher, and a new interpreter for each rank."""
     layout = [word for name, degree in degrees.items() for word in (f"--parallelism.{name}", str(degree))]
     if ranks == 8:
-        layout += ["--model.shape.n_layers", "4"]
+        layout += ["--model.shape.n_layers", "4", "--training.local_batch_size", "2"]
     script, environment = str(ROOT / "run_llama_train.sh"), {**os.environ, "NGPU": str(ranks), "PYTHON": sys.executable}
     for number, (options, code) in enumerate([([], 0)] * 4 + [(STOP, 75)]):
         folder = ["--job.dump_folder", str(tmp_path / str(number))]

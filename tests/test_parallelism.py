@@ -15,18 +15,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from gloo_pool import GlooPool
-from parity import TINY, Curve, assert_same_run, config_of, train
+from parity import TINY, Curve, assert_same_run, config_of, gradients_of_a_step, train
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from torchtrain.config.schema import JobConfig
 from torchtrain.models.llama import Transformer, TransformerConfig
-from torchtrain.models.parameters import full_name
 from torchtrain.parallelisms.pipeline_llama import gradients_to_assign
-from torchtrain.trainer import TrainStep
 
 # As many key/value heads as the largest tensor degree, and twice as many query heads.
 PLAIN = replace(TINY, n_layers=2, n_heads=8, n_kv_heads=4, vocab_size=104)
@@ -230,26 +227,6 @@ def test_options_do_not_change_the_run(
     gloo: GlooPool, reference: Callable[[str], Curve], text: str, model: str, changes: dict[str, dict[str, Any]]
 ) -> None:
     assert_same_run(run(gloo, text, MODELS[model], **changes), reference(model))
-
-
-def gradients_of_a_step(config: JobConfig, model: TransformerConfig) -> dict[str, Tensor]:
-    """The full gradients of this rank's layers in the first step."""
-    gradients: dict[str, Tensor] = {}
-
-    def record(train_step: TrainStep) -> None:
-        update = train_step.optimizer.step
-
-        def record_and_update(*args: Any) -> None:
-            for part in train_step.model.model_parts:
-                for name, parameter in part.named_parameters():
-                    assert isinstance(parameter.grad, DTensor)
-                    gradients[full_name(name)] = parameter.grad.full_tensor().clone()
-            update(*args)
-
-        train_step.optimizer.step = record_and_update  # type: ignore[method-assign]
-
-    train(config, model, steps=1, attach=record)
-    return gradients
 
 
 @pytest.fixture(scope="module")

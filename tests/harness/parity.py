@@ -211,3 +211,22 @@ def assert_same_run(curves: list[Curve], reference: Curve, rel: float = 1e-5) ->
         assert (curve.losses, curve.grad_norms) == (curves[0].losses, curves[0].grad_norms)
         torch.testing.assert_close(curve.losses, reference.losses, rtol=rel, atol=0)
         torch.testing.assert_close(curve.grad_norms, reference.grad_norms, rtol=rel, atol=0)
+
+
+def gradients_of_a_step(config: JobConfig, shape: TransformerConfig = TINY) -> dict[str, Tensor]:
+    """The full gradients of this rank's layers in the first step of ``train``."""
+    gradients: dict[str, Tensor] = {}
+
+    def record(train_step: TrainStep) -> None:
+        update = train_step.optimizer.step
+
+        def record_and_update(*args: Any) -> None:
+            for part in train_step.model.model_parts:
+                for name, parameter in part.named_parameters():
+                    gradients[full_name(name)] = cast(DTensor, parameter.grad).full_tensor().clone()
+            update(*args)
+
+        train_step.optimizer.step = record_and_update  # type: ignore[method-assign]
+
+    train(config, shape, steps=1, attach=record)
+    return gradients

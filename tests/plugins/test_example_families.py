@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,8 @@ from draw_architecture import ROOT
 from forked_run import CONFIG, finish, logged_losses
 from gloo_pool import GlooPool
 from json_tokenizers import save_tokenizer
-from parity import TINY, Curve, assert_same_run, config_of
-from plugin_rank_functions import train_example_family
+from parity import TINY, assert_same_run, config_of
+from plugin_rank_functions import gradients_of_example_family, train_example_family
 from safetensors.torch import load_file
 from test_hf_families import SMALL, assert_same_as_transformers, random_of_config
 from test_parallelism import layout
@@ -172,27 +173,38 @@ def test_options_of_other_families_are_rejected(name: str) -> None:
             build_model_config(ModelConfig(name=name), None, 32, mup)
 
 
-def run(gloo: GlooPool, text: str, name: str, **options: Any) -> list[Curve]:
-    """Train on a layout, such as "S2 T2" in ``test_parallelism``, with documents that begin with token 7."""
+def run(
+    gloo: GlooPool, text: str, name: str, function: Callable[..., Any] = train_example_family, **options: Any
+) -> list[Any]:
+    """``function`` on a layout, such as "S2 T2" in ``test_parallelism``."""
     ranks, degrees = layout(text)
     config: JobConfig = config_of(training={"local_batch_size": 8 // degrees.get("data_parallel_shard_degree", 1)})
     config = replace(config, parallelism=replace(config.parallelism, **degrees, **options))
     shape = replace(tiny(name), n_layers=2)  # one of each kind
-    return gloo.run(ranks, train_example_family, config, shape, 7)  # type: ignore[return-value]
+    return gloo.run(ranks, function, config, shape)
 
 
-# Gradients of norms of queries and keys are summed over tensor-parallel ranks. test_moe.py has those of olmo2.
+# Those of norms of queries and keys are summed over tensor-parallel ranks. test_moe.py has those of olmo2.
 WITH_QK_NORMS = "gemma3_text"
 
 
 @pytest.mark.parametrize(
     "name", [name if name == WITH_QK_NORMS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
 )
-def test_tensor_parallelism_matches_one_rank(gloo: GlooPool, name: str) -> None:
+def test_gradients_of_tensor_parallel_ranks_are_those_of_one_rank(gloo: GlooPool, name: str) -> None:
     """Norms of queries and keys, and those after a layer, have a gradient on each rank, of its heads or its tokens."""
-    (reference,) = run(gloo, "S1", name)
+    (expected,) = run(gloo, "S1", name, gradients_of_example_family)
     for sequence in (True, False) if name == WITH_QK_NORMS else (True,):  # whose norms by heads depend on it
-        assert_same_run(run(gloo, "T2", name, enable_sequence_parallel=sequence), reference)
+        for found in run(gloo, "T2", name, gradients_of_example_family, enable_sequence_parallel=sequence):
+            errors = {key: (found[key] - gradient).norm() / gradient.norm() for key, gradient in expected.items()}
+            assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tensor_parallelism_matches_one_rank(gloo: GlooPool, name: str) -> None:
+    (reference,) = run(gloo, "S1", name)
+    assert_same_run(run(gloo, "T2", name), reference)
 
 
 # One of the default tests has a family on each of these layouts.

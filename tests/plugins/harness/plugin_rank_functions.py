@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity import STEPS, Curve, build, full_weights, train
+from parity import STEPS, Curve, build, full_weights, gradients_of_a_step, train
 
 from torchtrain.checkpoint.states import ModelState
 from torchtrain.checkpoint.weights import load_weights
@@ -72,10 +72,16 @@ def generate_greedily(shape: TransformerConfig, ranks: int) -> list[int | None]:
     return [token for (token,) in generate(model.requires_grad_(False), [[1, 2, 3]], Sampling(), max_new_tokens=12)]
 
 
-def train_example_family(config: JobConfig, shape: TransformerConfig, document_start: int | None = None) -> Curve:
-    """``train`` a model of the package in ``scripts/families``."""
+def train_example_family(config: JobConfig, shape: TransformerConfig) -> Curve:
+    """``train`` a model of the package in ``scripts/families`` with documents that begin with token 7."""
     import_modules(["torchtrain_families"])
-    return train(config, shape, document_start=document_start)
+    return train(config, shape, document_start=7)
+
+
+def gradients_of_example_family(config: JobConfig, shape: TransformerConfig) -> dict[str, torch.Tensor]:
+    """``gradients_of_a_step`` of a model of the package in ``scripts/families``."""
+    import_modules(["torchtrain_families"])
+    return gradients_of_a_step(config, shape)
 
 
 def train_mixture(config: JobConfig, shape: TransformerConfig, steps: int = STEPS) -> Curve:
