@@ -93,10 +93,9 @@ def test_lost_connection_ends_both_agents_and_a_new_start_resumes(namespaces: No
     assert 0 not in codes
     logs = [(tmp_path / f"agent-{node}.log").read_text() for node in (0, 1)]
     assert "takes more than 20 s" in logs[0] + logs[1]
-    # What gloo says where its time limit ends, at the other end, and for the other tensors of the same connection.
-    messages = ("Timed out waiting", "Connection closed by peer", "Application timeout caused pair closure")
-    for text in logs:
-        assert any(message in text for message in messages), text
+    # Of the watchdog, or what gloo says where its time limit ends, at the other end, and for other tensors.
+    messages = ("error: step", "Timed out waiting", "Connection closed by peer", "timeout caused pair closure")
+    assert any(message in logs[0] for message in messages), logs[0]
     assert "the rendezvous node does not answer" in logs[1]
     ip("-n", NAMESPACES[0], "link", "set", "veth0", "up")
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
