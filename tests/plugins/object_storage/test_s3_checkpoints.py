@@ -68,12 +68,13 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(
 ) -> None:
     url = f"s3://{bucket}/run/checkpoint"
     options = (*SHORT, "--checkpoint.folder", url, "--metrics.enable_tensorboard")
-    killed = ForkedRun(tmp_path / "killed", *options, hook=partial(use_s3, s3_server.environment, slow=True))
+    hook = partial(use_s3, s3_server.environment, slow=True)
+    killed = ForkedRun(tmp_path / "killed", *options, hook=hook, ranks=1)
     # By its log: listing the bucket again and again would take the CPU of the server, which is in this process.
     killed.wait_for(lambda: f"saved {url}/step-2" in killed.output())
     killed.end()
     # On another machine, which shares nothing with the first.
-    output = finish(tmp_path / "empty", *options, hook=partial(use_s3, s3_server.environment))
+    output = finish(tmp_path / "empty", *options, hook=partial(use_s3, s3_server.environment), ranks=1)
     assert f"resumed from {url}/step-2" in output
     assert f"start        resumes from {url}/step-2" in output
     assert not (tmp_path / "empty/checkpoint").exists()
@@ -92,12 +93,12 @@ def test_run_killed_in_s3_ends_like_one_in_a_folder(
     for name, content in s3_server.objects(bucket, f"run/checkpoint/{storage.folder_of(2)}/").items():
         (tmp_path / "copied/checkpoint/step-2").mkdir(parents=True, exist_ok=True)
         (tmp_path / "copied/checkpoint/step-2" / name).write_bytes(content)
-    assert "resumed from" in finish(tmp_path / "copied", *SHORT)
+    assert "resumed from" in finish(tmp_path / "copied", *SHORT, ranks=1)
     assert different_tensors(tensors_in(LocalStorage(str(tmp_path / "copied/checkpoint")), STEPS), expected) == []
     for file in (local / "checkpoint/step-2").iterdir():
         s3_server.upload(bucket, f"copied/step-2/{file.name}", file.read_bytes())
     options = (*SHORT, "--checkpoint.folder", f"s3://{bucket}/copied")
-    assert "resumed from" in finish(tmp_path / "up", *options, hook=partial(use_s3, s3_server.environment))
+    assert "resumed from" in finish(tmp_path / "up", *options, hook=partial(use_s3, s3_server.environment), ranks=1)
     assert different_tensors(tensors_in(ObjectStorage(options[-1]), STEPS), expected) == []
 
 
