@@ -404,11 +404,10 @@ def test_a_group_does_not_connect_to_an_earlier_one_of_another_lighthouse() -> N
             group.abort()
 
 
-def test_a_group_whose_store_has_died_is_an_error_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_whose_store_has_died_is_an_error_before_the_timeout() -> None:
     """If all replicas die and return at once, the lighthouse first names the members that have died."""
     transport = pytest.importorskip("torchtrain.plugins.replicas.transport")
-    monkeypatch.setattr(transport, "REFUSAL_SECONDS", 0.3)
-    group = transport.SumGroup("127.0.0.1", timedelta(seconds=20), lambda _: None, lambda: 7)
+    group = transport.SumGroup("127.0.0.1", timedelta(seconds=6), lambda _: None, lambda: 7)
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(StorageError, match=f"no connection with all members, which meet at {address}: .*refused"):
         group.configure(f"{address}/torchft/1/0", "a", 0, 2)

@@ -18,7 +18,6 @@ from torchtrain.torch_internals import _streaming_load
 
 # Of torchft's servers, clients and groups, only urllib obeys http_proxy: gRPC is that of tonic, which knows no proxies.
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-REFUSAL_SECONDS = 5.0  # after which a lighthouse, by default, takes a replica without heartbeats for dead
 
 
 def in_url(host: str) -> str:
@@ -52,14 +51,14 @@ class StateTransport(HTTPTransport):  # type: ignore[misc]  # torchft has no typ
             raise StorageError(f"the state at {url} cannot be read: {getattr(error, 'reason', error)}") from error
 
 
-def require_listener(address: str) -> None:
-    """Raise a ConnectionRefusedError if connections to ``address``, HOST:PORT, are refused for ``REFUSAL_SECONDS``.
+def require_listener(address: str, seconds: float) -> None:
+    """Raise a ConnectionRefusedError if connections to ``address``, HOST:PORT, are refused for so many ``seconds``.
 
     The store of a group listens before others hear of it, so the member that opened it has died. PyTorch's client would
     try again until its timeout has passed twice.
     """
     host, _, port = address.rpartition(":")
-    ends = time.monotonic() + REFUSAL_SECONDS
+    ends = time.monotonic() + seconds
     while True:
         try:
             socket.create_connection((host, int(port)), timeout=1).close()
@@ -100,7 +99,8 @@ class SumGroup(ProcessGroupGloo):  # type: ignore[misc]  # the same
         """
         began, at = time.monotonic(), store_addr.split("/")[0]
         try:
-            require_listener(at)
+            # Long enough for the lighthouse to notice the death before the last of several attempts.
+            require_listener(at, self._timeout.total_seconds() / 2)
             super().configure(f"{store_addr}/{self._step()}", *arguments, **options)
         except Exception as error:
             self.timed_out = self.has_passed(began)
