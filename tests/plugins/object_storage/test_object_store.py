@@ -210,7 +210,9 @@ def test_expired_credentials_are_read_again(
     requests: tuple[Callable[[], object], ...] = (
         lambda: store.write("a", b"content"),
         lambda: store.size_bytes("a"),  # a HEAD request, whose answer has no error code
+        lambda: store.read("a"),
         lambda: store.names(),
+        lambda: store.uploads(),
     )
     store.write("a", b"content")
     for number, request in enumerate(requests):

@@ -82,10 +82,13 @@ def test_config_and_tokenizer_by_url_train_as_local_ones(s3_server: S3Server, bu
     saved = tomli.loads((run / "checkpoint/step-2/config.toml").read_text())
     assert (saved["job"]["config_file"], saved["model"]["tokenizer_path"]) == (url, tokenizer)
 
-    # Beside the old copies on the same disk.
-    output = finish(run, "--training.steps", "4", "--job.config_file", url, hook=hook, ranks=1)
+    # On a new disk, and beside the old copies on the same one.
+    again = partial(use, s3_server.environment, tmp_path / "other cache", fetched)
+    output = finish(run, "--training.steps", "4", "--job.config_file", url, hook=again, ranks=1)
     assert "resumed from" in output
-    assert len(fetched.read_text().split()) == 2
+    assert len(fetched.read_text().split()) == 4
+    finish(run, "--training.steps", "6", "--job.config_file", url, hook=hook, ranks=1)
+    assert len(fetched.read_text().split()) == 4
 
 
 @pytest.mark.slow

@@ -1210,15 +1210,19 @@ def test_nothing_refers_to_a_trainer_whose_construction_failed() -> None:
     assert built[0]() is None
 
 
-def test_run_killed_at_a_border_ends_like_an_undisturbed_one(tmp_path: Path, sources: dict[str, str]) -> None:
-    """With exact sums bitwise, also on another number of ranks."""
+@pytest.mark.parametrize("killed", [(2,), pytest.param((2, 1), marks=pytest.mark.slow)])
+def test_run_killed_at_borders_ends_like_an_undisturbed_one(
+    tmp_path: Path, sources: dict[str, str], killed: tuple[int, ...]
+) -> None:
+    """With exact sums bitwise, also on other numbers of ranks. ``killed``: ranks until the end of the next stage."""
     exact = ["--training.sums", "exact"]
     config = staged_config(tmp_path / "whole", sources, (2, 1, 1))
     finish(tmp_path / "whole", "--job.config_file", str(config), *exact, ranks=1)
     config = staged_config(tmp_path / "killed", sources, (2, 1, 1))
     options = ["--job.config_file", str(config), *exact]
-    run = ForkedRun(tmp_path / "killed", *options, ranks=2, hook=killed_at_border)
-    assert run.wait() == [9, 9], run.output()
+    for ranks in killed:
+        run = ForkedRun(tmp_path / "killed", *options, ranks=ranks, hook=killed_at_border)
+        assert run.wait() == [9] * ranks, run.output()
     finish(tmp_path / "killed", *options, ranks=1)
     for step in (2, 3, 4):
         ours, theirs = (saved_tensors(tmp_path / name, step) for name in ("killed", "whole"))
