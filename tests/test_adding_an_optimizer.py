@@ -63,14 +63,8 @@ def logged(folder: Path, key: str) -> list[float]:
 
 @pytest.mark.parametrize("layout", [pytest.param("shard 2", marks=pytest.mark.slow), "tensor 2"])
 def test_lion_on_two_ranks_trains_as_on_one(layout: str, modules: Path, tmp_path: Path) -> None:
-    options = [
-        "--job.config_file",
-        str(config_file(tmp_path, 0)),
-        "--model.shape.n_kv_heads",
-        "2",
-        "--training.steps",
-        "4",
-    ]
+    options = ["--job.config_file", str(config_file(tmp_path, 0)), "--model.shape.n_kv_heads", "2"]
+    options += ["--training.steps", "4"]
     degree = ["--parallelism.tensor_parallel_degree", "2"] if layout == "tensor 2" else []
     for ranks, more in ((1, []), (2, degree)):
         finish(tmp_path / f"{ranks}", *options, *more, ranks=ranks, hook=partial(use_modules_of, modules))

@@ -521,13 +521,11 @@ def flip_bit(file: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "name"),
     [
-        *(
-            ("flip", "data"),
-            ("truncate", "data"),
-            ("flip", "index.json"),
-            ("remove", "config.toml"),
-            ("flip", MANIFEST),
-        ),
+        ("flip", "data"),
+        ("truncate", "data"),
+        ("flip", "index.json"),
+        ("remove", "config.toml"),
+        ("flip", MANIFEST),
         *(pytest.param(damage, "index.json", marks=pytest.mark.slow) for damage in ("truncate", "remove")),
         *(pytest.param(damage, "config.toml", marks=pytest.mark.slow) for damage in ("flip", "truncate")),
         *(pytest.param(damage, MANIFEST, marks=pytest.mark.slow) for damage in ("truncate", "remove")),

@@ -184,7 +184,7 @@ def run(
     return gloo.run(ranks, function, config, shape)
 
 
-# Those of norms of queries and keys are summed over tensor-parallel ranks. test_moe.py has those of olmo2.
+# Its norms of queries and keys have a gradient on each tensor-parallel rank. test_moe.py has those of olmo2.
 WITH_QK_NORMS = "gemma3_text"
 
 
