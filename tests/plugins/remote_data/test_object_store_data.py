@@ -254,7 +254,7 @@ def test_missing_column_of_a_url_is_an_error_before_training(s3: S3Server) -> No
 def test_tokenizing_from_s3_to_s3_writes_the_same_bytes(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 3000)
+    monkeypatch.setattr(text_input, "MIN_SHARD_BYTES", 2000)
     folder = Path(write_hub_folder(tmp_path / "texts", DOCUMENTS, files=3, kind=kind))
     write_tokens(tmp_path / "local", str(folder))
     expected = {file.name: file.read_bytes() for file in (tmp_path / "local").glob("shard-*")}
