@@ -9,12 +9,15 @@ from importlib import import_module
 gc.disable()  # it would take a quarter of the time, and objects of modules are not garbage
 for name in (
     "torch._inductor.compile_fx",
+    "torch.distributed.tensor.debug",  # imported at the end of a run, and the next one when it saves
+    "torch.utils.serialization.config",
     "torch.utils.tensorboard",
     "torchtrain.fault_tolerance.watchdog",
     "torchtrain.launch",
     "torchtrain.metrics",
     "torchtrain.metrics.profiler",
     "torchtrain.metrics.validation",
+    "torchtrain.models.llama.families",
     "parity",
     "psutil",
     "pytest",  # a test's module imports it when a rank calls one of its functions

@@ -5,6 +5,7 @@ from importlib import import_module
 
 for name in (
     "torchtrain.plugins.comparison.implementations",
+    "torchtrain.plugins.diagnostics.stragglers",
     "torchtrain.plugins.evaluation.generation",
     "torchtrain.plugins.verify_layouts.rank",
     "torchtrain.plugins.remote_data.hub",  # and the libraries that are imported only when data need them
