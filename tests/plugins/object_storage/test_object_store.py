@@ -3,7 +3,6 @@
 import errno
 import logging
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,7 +142,7 @@ def test_a_server_that_stays_silent_is_an_error(method: str, monkeypatch: pytest
     monkeypatch.setattr(object_store, "REQUEST_SECONDS", 0.3)
     monkeypatch.setattr(object_store, "MIN_BYTES_PER_SECOND", 1e9)
     monkeypatch.setattr(object_store, "MAX_RETRY_SECONDS", 0)
-    monkeypatch.setattr(object_store, "_S3_CLIENT", {"connect_timeout": 60, "read_timeout": 60})
+    monkeypatch.setattr(object_store, "_S3_CLIENT", {"connect_timeout": 3600, "read_timeout": 3600})
     store, folder = ObjectStore("s3://bucket", "checkpoint.folder"), open_folder("s3://bucket")
     requests: dict[str, Callable[[], object]] = {
         "read": lambda: store.read("a"),
@@ -151,10 +150,8 @@ def test_a_server_that_stays_silent_is_an_error(method: str, monkeypatch: pytest
         "read data": lambda: folder.read_ranges([("a", 0, 100)]),
         "write data": lambda: folder.create("a", bytes(2**25)),
     }
-    began = time.monotonic()
     with pytest.raises(StorageError, match="the store does not respond"):
         requests[method]()
-    assert time.monotonic() - began < 10
     silent.close()
 
 

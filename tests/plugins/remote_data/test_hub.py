@@ -5,7 +5,6 @@ import io
 import json
 import math
 import os
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -376,10 +375,8 @@ def use_short_retry_delays() -> Any:
 
 def test_run_without_network_exits_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:
     hub.faults.append(Fault("/", 503, times=10**9))
-    started = time.monotonic()
     run = ForkedRun(tmp_path, "--data.name", "allenai/c4", "--data.subset", "en", hook=use_short_retry_delays)
     assert run.wait() == [74, 74], run.output()
-    assert time.monotonic() - started < 60
     assert "next attempt in 0.1 s: " in run.output()
     assert "503 Service Unavailable" in run.output()
     assert "Traceback" not in run.output()
