@@ -13,6 +13,7 @@ import fake_flash_attention
 import fake_gpu_compiler
 import lowered_step
 import pytest
+import simulated_step
 import torch
 from lower import byte_rows
 from lowered_step import Lowered, problems
@@ -25,7 +26,6 @@ from torchtrain.models import document_mask
 from torchtrain.models.loss import output_loss
 from torchtrain.parallelisms import parallelize_llama
 from torchtrain.parallelisms.attention_backend import choose_attention_backend
-from torchtrain.trainer import TrainStep
 
 pytestmark = [
     pytest.mark.timeout(1200),  # compiling takes up to a minute of CPU time
@@ -305,20 +305,9 @@ def attention_by_products() -> AbstractContextManager[Any]:
     return patch.object(llama, "attend", attend_by_products)
 
 
-def item_in_the_step() -> AbstractContextManager[Any]:
-    call = TrainStep.__call__
-
-    def waiting(step: TrainStep, *args: Any) -> Any:
-        loss, norm = call(step, *args)
-        assert float(norm) >= 0
-        return loss, norm
-
-    return patch.object(TrainStep, "__call__", waiting)
-
-
 def several_faults() -> AbstractContextManager[Any]:
     stack = ExitStack()
-    for fault in (in_the_loss(in_float64), item_in_the_step(), attention_by_products()):
+    for fault in (in_the_loss(in_float64), simulated_step.item_in_the_step(), attention_by_products()):
         stack.enter_context(fault)
     return stack
 

@@ -347,17 +347,6 @@ def test_tensor_on_the_wrong_device_is_detected(gpu: fake_cuda.Worker) -> None:
         simulate(gpu, 8, OFFLOAD, shape=ONE_LAYER, fault=rope_on_the_host)
 
 
-def item_in_the_step() -> AbstractContextManager[Any]:
-    call = TrainStep.__call__
-
-    def waiting(step: TrainStep, *args: Any) -> Any:
-        loss, norm = call(step, *args)
-        assert float(norm) >= 0
-        return loss, norm
-
-    return patch.object(TrainStep, "__call__", waiting)
-
-
 class OperationNames(TorchDispatchMode):
     """Records the names of the operations that are called."""
 
@@ -509,7 +498,7 @@ def test_log_names_the_kernel_of_context_parallelism(
 
 
 def test_device_to_host_synchronization_is_detected(gpu: fake_cuda.Worker) -> None:
-    report = simulate(gpu, 8, {}, shape=ONE_LAYER, fault=item_in_the_step)
+    report = simulate(gpu, 8, {}, shape=ONE_LAYER, fault=simulated_step.item_in_the_step)
     assert report.readbacks == ["item in forward", "item in forward"]
 
 

@@ -25,6 +25,7 @@ from torchtrain.plugins.planner.operations import MATMULS, VIEWS, collective, te
 from torchtrain.plugins.planner.recorder import CATEGORIES, StepRecorder
 from torchtrain.plugins.planner.request import resolve_and_check
 from torchtrain.plugins.planner.simulation import representative_ranks, simulate
+from torchtrain.trainer import TrainStep
 
 # Expected operations on the host: batches are made and labels counted there, and the guard's result is copied there.
 HOST_WORK = {
@@ -269,3 +270,15 @@ def run(
         found.append(difference("rank 0", calls_of(operations[0]), f"rank {last}", calls_of(operations[last])))
     dtype: torch.dtype = getattr(torch, config.training.mixed_precision_param)
     return Report(seen, list(filter(None, found)), dtype=dtype)
+
+
+def item_in_the_step() -> AbstractContextManager[Any]:
+    """A fault: the host waits for the gradient norm."""
+    call = TrainStep.__call__
+
+    def waiting(step: TrainStep, *args: Any) -> Any:
+        loss, norm = call(step, *args)
+        assert float(norm) >= 0
+        return loss, norm
+
+    return patch.object(TrainStep, "__call__", waiting)
