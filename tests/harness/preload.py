@@ -9,8 +9,8 @@ from importlib import import_module
 gc.disable()  # it would take a quarter of the time, and objects of modules are not garbage
 for name in (
     "torch._inductor.compile_fx",
-    "torch.distributed.tensor.debug",  # imported at the end of a run, and the next one when it saves
-    "torch.utils.serialization.config",
+    "torch.distributed.tensor.debug",  # a run would import it when it destroys its process groups
+    "torch.utils.serialization.config",  # and this one when it saves
     "torch.utils.tensorboard",
     "torchtrain.fault_tolerance.watchdog",
     "torchtrain.launch",

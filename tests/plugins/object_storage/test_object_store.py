@@ -132,6 +132,7 @@ def test_slow_failures_are_not_retried_for_longer_than_fast_ones(monkeypatch: py
 
 
 @pytest.mark.usefixtures("new_clients")
+@pytest.mark.timeout(50, func_only=True)  # below the 60 s that a request has by default
 @pytest.mark.parametrize(
     "method", ["write", "read data", *(pytest.param(of, marks=pytest.mark.slow) for of in ("read", "write data"))]
 )

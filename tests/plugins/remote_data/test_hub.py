@@ -373,6 +373,7 @@ def use_short_retry_delays() -> Any:
     client.PAUSES_SECONDS = (0.1, 0.1)
 
 
+@pytest.mark.timeout(60, func_only=True)  # with the short pauses of its hook
 def test_run_without_network_exits_with_74_on_all_ranks(hub: Hub, tmp_path: Path) -> None:
     hub.faults.append(Fault("/", 503, times=10**9))
     run = ForkedRun(tmp_path, "--data.name", "allenai/c4", "--data.subset", "en", hook=use_short_retry_delays)

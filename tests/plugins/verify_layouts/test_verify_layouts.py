@@ -523,6 +523,7 @@ def test_processes_are_reused_unless_modules_of_the_user_may_have_a_state(
         ("hang", "no result within 8 s: ranks wait for each other", "(fail_on_rank_1)"),
     ],
 )
+@pytest.mark.timeout(60, func_only=True)  # the other ranks are killed, not waited for
 def test_rank_that_fails_is_named(how: str, message: str, where: str) -> None:
     with Ranks((), 8) as ranks, pytest.raises(RankError) as error:
         ranks.call(2, fail_on_rank_1, how)
