@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 PARTS = ["machine", "speed", "layouts", "bits", "replicas", "checkpoint", "layouts-of-8B", "trained"]
 
 
-@pytest.mark.parametrize("parts", [["machine"], pytest.param(PARTS, marks=pytest.mark.slow)], ids=["machine", "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [["machine"], PARTS], ids=["machine", "all"])
 def test_dry_run_says_what_holds(forked_ranks: dict[str, str], tmp_path: Path, parts: list[str]) -> None:
     python = forked_ranks["PYTHON_EXEC"]
     environment = {**forked_ranks, "PYTHON": python, "OUT": str(tmp_path), "WHEELS": "", "RANKS": "2"}

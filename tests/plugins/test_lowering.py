@@ -248,6 +248,7 @@ def z_weight_by_microbatch() -> AbstractContextManager[Any]:
     return stack
 
 
+@pytest.mark.slow
 def test_recompilation_per_microbatch_is_detected(workers: Callable[[str], fake_cuda.Worker]) -> None:
     with pytest.raises(AssertionError, match="RecompileError"):
         lower_small(workers("h100-80"), z_weight_by_microbatch)

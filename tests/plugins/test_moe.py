@@ -357,6 +357,7 @@ def test_exact_sums_in_bfloat16_have_the_same_bits(gloo: GlooPool, text: str, ex
         assert different_tensors(curve.last, expected.last) == []
 
 
+@pytest.mark.slow
 def test_run_with_exact_sums_is_killed_and_resumes_with_another_expert_degree_bitwise(tmp_path: Path) -> None:
     exact = ("--training.sums", "exact")
     train_until(tmp_path / "whole", 8, 1, *exact, ranks=1)
@@ -389,6 +390,7 @@ def test_each_layout_reads_and_writes_the_matrices_of_experts(
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 def test_package_that_is_installed_trains_with_its_config(tmp_path: Path) -> None:
     """The files of an installation by pip of both packages, whose metadata has the entry points of pyproject.toml."""
     for name in ("families", "moe"):

@@ -536,6 +536,7 @@ def overlaps(report: StreamReport, name: str, phase: str, kernel: str) -> list[i
 
 # Repeat others on more ranks or with another schedule.
 SLOW = ("one rank of a pipeline, bfloat16", "offload", "Interleaved1F1B", "one rank, bfloat16", "tied 1F1B", "one rank")
+SLOW += ("muon",)
 
 
 @pytest.mark.parametrize(

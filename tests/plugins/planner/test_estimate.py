@@ -492,25 +492,21 @@ def test_middle_pipeline_ranks_are_represented_by_one_of_them(
         assert full.ranks[represented][key] <= full.ranks[representative][key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "stages", "accumulation", "microbatches"),
+    ("schedule", "stages", "accumulation"),
     [
-        ("1F1B", 2, "unsharded", 7),
-        *(
-            pytest.param(*case, 10, marks=pytest.mark.slow)
-            for case in (
-                ("1F1B", 2, "unsharded"),
-                ("Interleaved1F1B", 8, "sharded"),
-                ("Interleaved1F1B", 4, "unsharded"),
-                ("InterleavedZeroBubble", 8, "sharded"),
-                ("ZBVZeroBubble", 4, "sharded"),
-            )
-        ),
+        ("1F1B", 2, "unsharded"),
+        ("Interleaved1F1B", 8, "sharded"),
+        ("Interleaved1F1B", 4, "unsharded"),
+        ("InterleavedZeroBubble", 8, "sharded"),
+        ("ZBVZeroBubble", 4, "sharded"),
     ],
 )
 def test_microbatches_of_a_full_pipeline_are_represented_by_those_of_one_repetition(
-    schedule: str, stages: int, accumulation: str, microbatches: int
+    schedule: str, stages: int, accumulation: str
 ) -> None:
+    microbatches = 10
     parallelism = {
         "pipeline_parallel_degree": 2,
         "pipeline_parallel_schedule": schedule,
@@ -695,6 +691,7 @@ def test_compiled_blocks_are_recomputed_under_tensor_parallelism(mode: str) -> N
     assert flops(simulated(2, **options, activation_checkpoint={"mode": mode}), "recompute") > 0
 
 
+@pytest.mark.slow
 def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -> None:
     options = {"compile": {"enable": True}, "parallelism": {"tensor_parallel_degree": 2}}
     record = simulated(2, **options, activation_checkpoint={"mode": "selective"})
@@ -702,12 +699,13 @@ def test_compiled_selective_checkpointing_repeats_all_gathers_and_keeps_sums() -
     assert repeated == {"all_gather_into_tensor": 2 * SHAPE.n_layers}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "mode", "unfused"),
     [
         ("none", "none", {}),
-        pytest.param("none", "selective", {}, marks=pytest.mark.slow),
-        pytest.param("tensorwise", "none", {("reduce_scatter_tensor", "backward"): 2}, marks=pytest.mark.slow),
+        ("none", "selective", {}),
+        ("tensorwise", "none", {("reduce_scatter_tensor", "backward"): 2}),
     ],
 )
 def test_collectives_that_the_compiler_fuses_are_marked(

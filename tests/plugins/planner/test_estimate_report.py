@@ -177,6 +177,7 @@ def test_advice_names_the_number_of_gpus_that_are_enough(degrees: tuple[str, ...
     assert text == f"it fits with 4 GPUs ({four:.1f} GiB); --estimate.search tries all layouts"
 
 
+@pytest.mark.slow
 def test_advice_of_a_smaller_batch_keeps_the_global_batch() -> None:
     options = ("--activation_checkpoint.mode", "full", "--training.global_batch_size", "-1")
     large = estimated(*options)[1].peak_reserved_gib

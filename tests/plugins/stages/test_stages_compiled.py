@@ -2,10 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 from forked_run import CONFIG
 from test_compile import graphs_with_validations
 
 
+@pytest.mark.slow
 def test_number_of_graphs_grows_by_the_same_with_each_stage(tmp_path: Path) -> None:
     config = tmp_path / "stages.toml"
     stage = '[[stages]]\nname = "{}"\nsteps = 2\n[stages.training]\nseq_len = {}\n'
