@@ -153,6 +153,17 @@ def test_smallest_and_largest_random_numbers_choose_allowed_tokens(uniform: floa
     assert token == (1 if uniform == 0 else 3)
 
 
+def test_rounding_does_not_exchange_tokens_that_are_almost_equally_likely() -> None:
+    torch.manual_seed(0)
+    logits = 1e-3 * torch.randn(1, 2048)
+    rounded = logits + 1e-7 * torch.randn(1, 2048)
+    assert not torch.equal(logits.argsort(), rounded.argsort())
+    n = 10_000
+    uniform = (torch.arange(n) + 0.5) / n
+    first, second = (choose(of.expand(n, -1), Sampling(1.0), uniform) for of in (logits, rounded))
+    assert torch.equal(first, second)
+
+
 def run_generate(*arguments: str, ranks: int = 1) -> "subprocess.CompletedProcess[str]":
     return run_command("torchtrain.generate", *arguments, ranks=ranks)
 

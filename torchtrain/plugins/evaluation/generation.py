@@ -131,7 +131,7 @@ def prompt_generator(seed: int, index: int) -> torch.Generator:
 
 
 def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Sample the next token of each row by inverse transform sampling over the tokens in descending probability.
+    """Sample the next token of each row by inverse transform sampling over the tokens in the order of their ids.
 
     Args:
         logits: float tensor of shape (bs, vocab).
@@ -149,9 +149,10 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     shares = (scores.softmax(dim=-1).double() * PROBABILITY_UNITS).long()
     before = shares.cumsum(dim=-1) - shares  # cumulative probability of all more likely tokens
     shares[before >= int(sampling.top_p * PROBABILITY_UNITS)] = 0
-    cumulative = shares.cumsum(dim=-1).double()
-    rank = (cumulative < uniform[:, None] * cumulative[:, -1:]).sum(dim=-1, keepdim=True)
-    return order.gather(1, rank)[:, 0]
+    # In the order of ids: in that of probabilities, tokens that are almost equally likely may change places with the
+    # rounding of another layout, and with them the token that a number selects.
+    cumulative = torch.zeros_like(shares).scatter(1, order, shares).cumsum(dim=-1).double()
+    return (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(dim=-1)
 
 
 @contextmanager
