@@ -26,7 +26,6 @@ from torch import multiprocessing
 
 from torchtrain.checkpoint.storage import open_storage
 
-PYTHON = os.environ.get("PYTHON") or sys.executable
 TIMEOUT_SECONDS = 200
 STEPS_BEFORE, STEPS_AFTER = 5, 5
 FOR_EVER = 1_000_000  # steps
@@ -42,7 +41,7 @@ class Job:
 
     def __init__(self, name: str, folder: Path, ranks: int, first: int, options: list[str]) -> None:
         place = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=localhost"]
-        command = [PYTHON, "-m", "torchtrain.launch", f"--nproc-per-node={ranks}", *place]
+        command = [sys.executable, "-m", "torchtrain.launch", f"--nproc-per-node={ranks}", *place]
         command += ["--module", "torchtrain.train", *options]
         environment = dict(os.environ)
         if torch.cuda.is_available():

@@ -1,5 +1,6 @@
 """Run ``python -m module`` in forked processes that have imported torch, on one rank or several."""
 
+import multiprocessing
 import os
 import runpy
 import sys
@@ -100,6 +101,7 @@ def run_program(
     sys.stdout, sys.stderr = (os.fdopen(descriptor, "w", buffering=1, closefd=False) for descriptor in (1, 2))
     os.environ.update(environment)
     torch.set_num_threads(1)
+    multiprocessing.current_process().daemon = False  # a new interpreter may start processes
     sys.argv[1:] = arguments
     code: object = 0
     try:
