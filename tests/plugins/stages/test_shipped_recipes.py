@@ -83,6 +83,8 @@ def in_small(table: Any, folder: Path) -> Any:
     small = {key: in_small(value, folder) for key, value in table.items()}
     if "seq_len" in small:
         small |= {"seq_len": small["seq_len"] // 256, "local_batch_size": 1, "global_batch_size": 4}
+    elif "global_batch_size" in small:  # of a stage, in which it grows
+        small["global_batch_size"] = 8
     for key, value in small.items():
         if key == "path":
             small[key] = write_jsonl(folder / f"{Path(value).name}.jsonl", DOCUMENTS)
