@@ -534,7 +534,7 @@ def overlaps(report: StreamReport, name: str, phase: str, kernel: str) -> list[i
     return [o.kernels[kernel] for o in report.asynchronous if (o.name, o.phase) == (name, phase)]
 
 
-# Repeat others on more ranks or with another schedule.
+# Repeat others on more ranks, or with another schedule or optimizer.
 SLOW = ("one rank of a pipeline, bfloat16", "offload", "Interleaved1F1B", "one rank, bfloat16", "tied 1F1B", "one rank")
 SLOW += ("muon",)
 
