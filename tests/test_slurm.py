@@ -65,6 +65,7 @@ def assert_same_checkpoint(folder: Path, uninterrupted: Path, step: int = STEPS)
         assert torch.equal(tensors[name], expected[name]), name
 
 
+@pytest.mark.timeout(600)
 def test_signaled_job_of_two_nodes_is_requeued_and_ends_bitwise_like_one_machine(
     cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
 ) -> None:
