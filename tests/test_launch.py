@@ -382,13 +382,14 @@ def test_node_that_waits_for_the_others_says_where_and_for_whom(tmp_path: Path, 
         command = ("torchtrain.launch", *options, "-m", "torchtrain.train")
         started.append(start_command(folder, *command, hook=on_a_fast_clock))
     try:
-        for _, [_, errors] in started:
-            while not errors.exists() or "has waited" not in errors.read_text():
+        for [process], [_, errors] in started:
+            while process.is_alive() and not (errors.exists() and "has waited" in errors.read_text()):
                 time.sleep(0.1)
     finally:
         for [process], _ in started:
             process.kill()
-            process.join()
-    for node, (_, [_, errors]) in zip(nodes, started, strict=True):
+    for node, ([process], [_, errors]) in zip(nodes, started, strict=True):
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, errors.read_text()  # it was still waiting
         where = f"node rank {node} of 4, has waited for 45 s for the other nodes, at localhost:{port} ({came}): is that"
         assert where in errors.read_text()

@@ -8,6 +8,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Mapping
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,12 @@ def assert_same_scores(found: dict[str, float | None], expected: dict[str, float
 
     A perplexity too large for a float is null in metrics.jsonl.
     """
-    numbers = {name: math.inf if score is None else score for name, score in found.items()}
-    first, second = (
-        {name: math.log(score) if "perplexity" in name else score for name, score in scores.items()}
-        for scores in (numbers, expected)
-    )
-    assert first == pytest.approx(second, rel=1e-6)
+
+    def logarithms(scores: Mapping[str, float | None]) -> dict[str, float]:
+        numbers = {name: math.inf if score is None else score for name, score in scores.items()}
+        return {name: math.log(score) if "perplexity" in name else score for name, score in numbers.items()}
+
+    assert logarithms(found) == pytest.approx(logarithms(expected), rel=1e-6)
 
 
 def test_scores_are_those_of_evaluate(tmp_path: Path) -> None:
