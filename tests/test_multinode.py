@@ -5,13 +5,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from forked_command import checked_command, start_command
 from forked_run import NO_REPORT, logged_losses
 from forkserver import free_port
-from network_namespaces import ip, network_namespaces
+from network_namespaces import bridged_namespaces, ip, network_namespaces
 
 ROOT = Path(__file__).parent.parent
 OPTIONS = [
@@ -61,6 +62,15 @@ def test_two_agents_have_the_losses_of_one_process(forked_ranks: dict[str, str],
         assert agent.exitcode == 0, errors.read_text()
     checked_command("torchtrain.train", "--job.dump_folder", str(tmp_path / "one"), *OPTIONS, *options)
     assert logged_losses(tmp_path / "two") == pytest.approx(logged_losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_namespaces_that_are_still_in_use_can_be_made_again() -> None:
+    names = ("torchtrain-again-0", "torchtrain-again-1")
+    with ExitStack() as open_files:
+        for _ in range(2):
+            with bridged_namespaces(names, "train-again", "10.81.0"):
+                for name in names:  # as by a process that is killed, but has not ended yet
+                    open_files.enter_context(open(f"/var/run/netns/{name}"))
 
 
 @pytest.fixture

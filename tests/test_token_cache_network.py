@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[None]:
-    with bridged_namespaces(NAMES, "tt-cache", "10.79.0"):
+    with bridged_namespaces(NAMES, "tt-cache", "10.80.0"):
         yield
 
 
@@ -70,7 +70,7 @@ def tokens_in(cache: Path) -> dict[str, bytes]:
 
 
 def test_one_run_on_two_machines_with_one_cache_and_with_two(network: None, text: Path, tmp_path: Path) -> None:  # noqa: ARG001
-    nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.79.0.1", "--master-port=29500"]
+    nodes = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=10.80.0.1", "--master-port=29500"]
     losses = {}
     for case, caches in (("one", ["shared", "shared"]), ("two", ["own-0", "own-1"])):
         starts = [

@@ -41,23 +41,24 @@ def bridged_namespaces(names: Sequence[str], bridge: str, subnet: str) -> Iterat
     """``network_namespaces`` on a bridge with the address ``subnet``.254; theirs are ``subnet``.1, .2, ...
 
     Args:
-        bridge: name of the device, of at most 13 characters.
-        subnet: three numbers, such as "10.78.0".
+        bridge: name of the device, of at most 13 characters, of no other test.
+        subnet: three numbers, such as "10.78.0", of no other test.
     """
+    outside = [f"{bridge}-{node}" for node in range(len(names))]
     with network_namespaces(names):
         try:
             ip("link", "add", bridge, "type", "bridge")
             ip("addr", "add", f"{subnet}.254/24", "dev", bridge)
             ip("link", "set", bridge, "up")
             for node, namespace in enumerate(names):
-                outside = f"{bridge}-{node}"
-                ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", outside)
-                ip("link", "set", outside, "master", bridge, "up")
+                ip("link", "add", "eth0", "netns", namespace, "type", "veth", "peer", "name", outside[node])
+                ip("link", "set", outside[node], "master", bridge, "up")
                 ip("-n", namespace, "addr", "add", f"{subnet}.{node + 1}/24", "dev", "eth0")
                 ip("-n", namespace, "link", "set", "eth0", "up")
             yield
         finally:
-            subprocess.run(["ip", "link", "del", bridge], capture_output=True)
+            for device in (*outside, bridge):  # a pair otherwise exists as long as a process is in its namespace
+                subprocess.run(["ip", "link", "del", device], capture_output=True)
 
 
 def enter_namespace(name: str, hostname: str) -> None:

@@ -13,7 +13,7 @@ from network_namespaces import bridged_namespaces, enter_namespace
 from replica_run import Kill, Replicas, curves, differences
 
 pytest.importorskip("torchft")
-SUBNET, NAMES = "10.79.0", ("torchtrain-a", "torchtrain-b")
+SUBNET, NAMES = "10.79.0", ("torchtrain-replica-0", "torchtrain-replica-1")
 BRIDGE_ADDRESS = f"{SUBNET}.254"
 NOTHING_LISTENS = "http://127.0.0.1:9"
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
