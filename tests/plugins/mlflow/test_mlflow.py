@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import mlflow_stand_in
 import pytest
@@ -51,9 +52,21 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", database, "--port", str(port)]
     with (tmp_path / "server.log").open("w") as log:
         server = subprocess.Popen([*command, "--workers", "1"], cwd=tmp_path, stdout=log, stderr=log)
-    yield f"http://127.0.0.1:{port}"  # the writer waits until it answers
+    server_uri = f"http://127.0.0.1:{port}"
+    while not answers(server_uri):
+        assert server.poll() is None, (tmp_path / "server.log").read_text()
+        time.sleep(0.1)
+    yield server_uri
     server.terminate()
     server.wait()
+
+
+def answers(uri: str) -> bool:
+    try:
+        urlopen(f"{uri}/health", timeout=10).close()
+    except OSError:
+        return False
+    return True
 
 
 def client(uri: str) -> Any:
