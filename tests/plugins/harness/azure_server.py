@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +58,5 @@ class AzureServer:
     def stop(self) -> None:
         self.process.terminate()
         self.process.wait(timeout=30)
+        if "adlfs" in sys.modules:  # its file systems keep the address
+            sys.modules["adlfs"].AzureBlobFileSystem.clear_instance_cache()
