@@ -95,7 +95,7 @@ def test_storage_that_cannot_be_used_is_an_error_before_training(case: str, azur
     assert "Traceback" not in run.output()
     assert "training begins" not in run.output()
     message = {
-        "no container": "create the bucket",  # adlfs 2026.8 no longer has the words of the store
+        "no container": "The specified container does not exist",
         "no credentials": "access is denied",
     }
     assert message[case] in run.output(), run.output()

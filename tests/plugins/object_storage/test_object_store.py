@@ -17,7 +17,7 @@ from torchtrain.checkpoint.storage import NewCheckpoint, WriterLease
 from torchtrain.datasets.token_folder import open_folder
 from torchtrain.errors import CheckpointError, ConfigError, DamagedError, StorageError
 from torchtrain.plugins.object_storage import object_store
-from torchtrain.plugins.object_storage.object_store import PAUSES_SECONDS, with_store_retries
+from torchtrain.plugins.object_storage.object_store import PAUSES_SECONDS, missing_bucket, with_store_retries
 from torchtrain.plugins.object_storage.storage import ObjectStorage, ObjectStore
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning", "default::ResourceWarning")
@@ -61,13 +61,15 @@ def of_s3(status: int, code: str) -> ClientError:
     return ClientError(response, "PutObject")
 
 
-def translated(error: OSError, cause: ClientError) -> OSError:
-    """As s3fs raises it."""
+def translated(error: OSError, cause: Exception) -> OSError:
+    """As s3fs and adlfs raise it."""
     error.__cause__ = cause
     return error
 
 
 class AzureError(Exception):
+    error_code: str
+
     def __init__(self, status_code: int) -> None:
         super().__init__("an error of azure-core")
         self.status_code = status_code
@@ -94,6 +96,19 @@ def test_errors_are_classified_by_code_and_status(error: Exception, expected: ty
 
     with pytest.raises(expected):
         with_store_retries(request, "s3://bucket/a")
+
+
+def test_the_store_says_that_a_bucket_is_missing() -> None:
+    of_azure = AzureError(404)
+    of_azure.args = ("The specified container does not exist.\nRequestId:1\nErrorCode:ContainerNotFound",)
+    of_azure.error_code = "ContainerNotFound"
+    missing_file = FileNotFoundError(errno.ENOENT, "No such file or directory", "absent/run/lease")
+    assert missing_bucket(translated(missing_file, of_azure)) == "The specified container does not exist"
+    of_bucket = FileNotFoundError("The specified bucket does not exist")
+    assert missing_bucket(translated(of_bucket, of_s3(404, "NoSuchBucket"))) == "The specified bucket does not exist"
+    of_azure.error_code = "BlobNotFound"
+    assert missing_bucket(translated(missing_file, of_azure)) == ""
+    assert missing_bucket(translated(missing_file, of_s3(404, "NoSuchKey"))) == ""
 
 
 @pytest.mark.parametrize("status", [404, 412])

@@ -33,9 +33,9 @@ from torchtrain.files import (
 from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.object_store import (
     has_tag,
-    is_missing_bucket,
     md5_of,
     md5_of_file,
+    missing_bucket,
     open_file_system,
     tag_of,
     with_store_retries,
@@ -205,8 +205,8 @@ class _Store:
             return None
 
     def _require_bucket(self, error: BaseException) -> None:
-        if is_missing_bucket(error):
-            raise ConfigError(f"{self.option} = {self.url!r} cannot be used: {error}") from error
+        if reason := missing_bucket(error):
+            raise ConfigError(f"{self.option} = {self.url!r} cannot be used: {reason}") from error
 
     def _stored(self, info: dict[str, Any], name: str) -> StoredFile:
         tag = tag_of(info)

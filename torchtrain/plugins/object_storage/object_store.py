@@ -361,9 +361,14 @@ def _type_names(chain: Sequence[BaseException]) -> set[str]:
     return {kind.__name__ for error in chain for kind in type(error).__mro__}
 
 
-def is_missing_bucket(error: BaseException) -> bool:
-    """Whether an error about a missing object says that its whole bucket is missing."""
-    return any({error_code(e), getattr(e, "error_code", None)} & _MISSING_BUCKET_CODES for e in causes(error))
+def missing_bucket(error: BaseException) -> str:
+    """What the store says of a missing bucket; empty if the error is about a missing object of a bucket."""
+    for cause in causes(error):
+        if error_code(cause) in _MISSING_BUCKET_CODES:
+            return _reason([error])
+        if getattr(cause, "error_code", None) in _MISSING_BUCKET_CODES:  # adlfs itself names only the object
+            return str(cause).partition("\n")[0].rstrip(".")
+    return ""
 
 
 def _have_expired(chain: Sequence[BaseException]) -> bool:

@@ -50,7 +50,7 @@ from torchtrain.logging import logger
 from torchtrain.plugins.object_storage.object_store import (
     MIN_ATTEMPTS,
     error_code,
-    is_missing_bucket,
+    missing_bucket,
     open_file_system,
     upload_file,
     with_store_retries,
@@ -104,11 +104,11 @@ class ObjectStore:
                 result = with_store_retries(call, self.url_of(name), on_retry=partial(setattr, self, "problem"))
                 break
             except MISSING as error:
-                if is_missing_bucket(error):
+                if reason := missing_bucket(error):
                     # Taken for an empty one, a start would begin a new run, and remove the checkpoints later.
                     raise ConfigError(
-                        f"{self.option} = {self.url!r} cannot be used: {error}; create the bucket, or start again once "
-                        "the store has it: nothing is lost"
+                        f"{self.option} = {self.url!r} cannot be used: {reason}; create the bucket, or start again "
+                        "once the store has it: nothing is lost"
                     ) from error
                 if not attempts_left:
                     raise
