@@ -1,7 +1,6 @@
 """scripts/train.slurm on a real SLURM cluster of two virtual nodes: requeueing, time limits and failures of a job."""
 
 import re
-import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ import pytest
 import slurm
 import torch
 from forked_command import checked_command
-from forked_run import NO_REPORT, logged_losses, read_metrics, saved_tensors
+from forked_run import NO_REPORT, logged_losses, saved_tensors
 from slurm import Slurm
 
 ROOT = Path(__file__).parent.parent
@@ -114,21 +113,15 @@ def test_job_that_fails_without_progress_is_not_requeued(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_job_at_its_time_limit_resumes_in_the_next_start(
-    cluster: Slurm, forked_ranks: dict[str, str], uninterrupted: Path, tmp_path: Path
+    cluster: Slurm, forked_ranks: dict[str, str], tmp_path: Path
 ) -> None:
-    step_seconds = statistics.median(line["step_seconds"] for line in read_metrics(uninterrupted) if "loss" in line)
-    steps = round(130 / step_seconds)  # more steps than a job of two minutes can make
-    options = (
-        "--training.steps",
-        str(steps),
-        "--lr_scheduler.total_steps",
-        str(steps),
-        "--checkpoint.interval",
-        "1000",
-    )
+    steps = 130  # of a second each in the job: more than it can make in two minutes
+    options = ("--training.steps", str(steps), "--checkpoint.interval", "1000")
+    environment = {**forked_ranks, "PYTHONPATH": f"{ROOT / 'tests/harness'}:{ROOT}"}
     folder = tmp_path / "run"
     # SLURM may send the signal a minute early, which for a limit of one minute is before the ranks handle it.
-    job = submit(cluster, forked_ranks, folder, *options, sbatch=("--time=2", "--signal=USR1@20"))
+    sbatch = ("--time=2", "--signal=USR1@20")
+    job = submit(cluster, environment, folder, *options, "--job.import", "hook_that_sleeps", sbatch=sbatch)
     assert cluster.wait_for_end(job, 700) == "COMPLETED", output_of(folder)
     output = output_of(folder)
     assert "SIGUSR1 received" in output

@@ -12,6 +12,7 @@ from forkserver import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "squeue", "scontrol", "scancel", "sinfo", "srun")
 NODES = ("n1", "n2")
+END_STATES = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 
 def missing_requirement() -> str:
@@ -108,9 +109,7 @@ SlurmdLogFile={self.folder}/log/slurmd.%n.log
 
     def wait_for_end(self, job: str, seconds: float) -> str:
         """Wait until ``job`` has ended and return its final state."""
-        self.wait_for(
-            lambda: self.state(job) not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED"), seconds
-        )
+        self.wait_for(lambda: self.state(job) in END_STATES, seconds)
         return self.state(job)
 
     def wait_for(self, holds, seconds: float) -> None:
