@@ -731,6 +731,20 @@ def test_too_many_consecutive_failed_saves_stop_the_run(tmp_path: Path, monkeypa
         run.train(9, 10)
 
 
+def test_lease_that_cannot_be_taken_counts_as_a_failed_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a replica that leads since another one has died."""
+    run = Run(tmp_path, max_failed_saves=2).train(1, 2)
+    run.manager.lease = replace(run.manager.lease, id="")
+    monkeypatch.setattr(local_storage, "atomic_write", no_space)
+    assert not run.manager.try_to_take_lease(4)
+    with pytest.raises(CheckpointError, match=r"2 failed saves in a row, and checkpoint.max_failed_saves = 2"):
+        run.manager.try_to_take_lease(6)
+    monkeypatch.undo()
+    assert run.manager.try_to_take_lease(8)
+    run.train(7, 8)
+    assert saved_steps(tmp_path / "checkpoint") == [2, 8]
+
+
 def test_failed_last_save_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
     monkeypatch.setattr(os, "fsync", no_space)

@@ -298,6 +298,27 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
 
         self.lease, self._own, self._attempted = broadcast_from_rank0(acquire, self.group)
 
+    def try_to_take_lease(self, step: int) -> bool:
+        """As ``take_lease``; one that fails, as on a full disk, is logged, and counts as a failed save.
+
+        Raises:
+            CheckpointError: ``config.max_failed_saves`` saves in a row have failed.
+            SupersededError: as for a save.
+        """
+        self.wait()  # its errors are counted there
+        try:
+            self.take_lease(step)
+        except SupersededError:
+            raise
+        except CheckpointError as error:
+            if self.rank == 0:
+                logger.error(f"{error}; the last valid checkpoint is kept")
+            self.clock.save_begins()
+            self.clock.start()
+            self._count_failed_save(error)
+            return False
+        return True
+
     def _loader_layout(self) -> dict[str, Any] | None:
         loader = self.states.get("loader")
         return asdict(loader.layout) if isinstance(loader, LoaderState) else None
@@ -323,17 +344,20 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
                 raise self._aborted("failed, since another rank has left") from error
             raise
         except CheckpointError as error:
-            self._failed_in_a_row += 1
             self._newest = -1
             if required or isinstance(error, SupersededError):
                 raise
-            if self._failed_in_a_row >= self.config.max_failed_saves:
-                too_many = CheckpointError(
-                    f"{error}; that is {self._failed_in_a_row} failed saves in a row, and checkpoint.max_failed_saves "
-                    f"= {self.config.max_failed_saves}"
-                )
-                too_many.exit_code = error.exit_code
-                raise too_many from error
+            self._count_failed_save(error)
+
+    def _count_failed_save(self, error: CheckpointError) -> None:
+        self._failed_in_a_row += 1
+        if self._failed_in_a_row >= self.config.max_failed_saves:
+            too_many = CheckpointError(
+                f"{error}; that is {self._failed_in_a_row} failed saves in a row, and checkpoint.max_failed_saves "
+                f"= {self.config.max_failed_saves}"
+            )
+            too_many.exit_code = error.exit_code
+            raise too_many from error
 
     def _has_ended_on_all_ranks(self, pending: Future[None], began: float) -> bool:
         """Wait for the save for ``POLL_SECONDS``; returns whether it has ended on all ranks. Collective.
