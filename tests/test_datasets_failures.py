@@ -7,17 +7,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from data_samples import DOCUMENTS, make_loader, take, write_jsonl
-from forked_run import ForkedRun
+from forked_run import ForkedRun, logged_losses
 from gloo_pool import GlooPool
 
 from torchtrain.datasets.data_source import Stream, Tokens
@@ -30,12 +32,13 @@ from torchtrain.errors import CheckpointError, DataError, StorageError, Torchtra
 
 
 class Windows(Stream):
-    """A stream of constant windows; ``fail_at`` raises, ``end_at`` ends it, each window takes ``pause`` seconds."""
+    """A stream of constant windows; ``fail_at`` raises, ``end_at`` ends it, ``pause_at`` takes a minute, and each other
+    window ``pause`` seconds."""
 
     state = np.empty((1, 0), dtype=np.int64)
 
-    def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0):
-        self.fail_at, self.end_at, self.pause = fail_at, end_at, pause
+    def __init__(self, fail_at: int = -1, end_at: int = 10**9, pause: float = 0.0, pause_at: int = -1):
+        self.fail_at, self.end_at, self.pause, self.pause_at = fail_at, end_at, pause, pause_at
 
     def fill(
         self,
@@ -47,7 +50,7 @@ class Windows(Stream):
         return [self.fill_one(window, drawn) for _, window, drawn in zip(rows, windows, windows_drawn, strict=True)]
 
     def fill_one(self, window: Tokens, index: int) -> int:
-        time.sleep(self.pause)
+        time.sleep(60 if index // 2 == self.pause_at else self.pause)
         if index // 2 == self.fail_at:
             raise OSError("the disk is gone")
         if index // 2 >= self.end_at:
@@ -137,6 +140,48 @@ def wait_beyond_the_timeout(silent: bool) -> str:
 
 def test_late_data_do_not_time_out(gloo: GlooPool) -> None:
     assert gloo.run(2, wait_beyond_the_timeout, False) == ["[[0, 0, 0, 0]]", "[[1, 1, 1, 1]]"]
+
+
+@dataclass
+class OwnRequest:
+    pending: bool
+    agreed: bool = False
+
+
+def stop_while_a_batch_is_late() -> tuple[int, bool, int]:
+    """Rank 1's third batch takes a minute, and rank 0 is asked to stop meanwhile."""
+    rank = dist.get_rank()
+    stop = OwnRequest(pending=False)
+    loader = make_stream_loader(Windows(pause_at=2 if rank == 1 else -1), rank)
+    loader.stop = stop
+    batches = 0
+    for _ in loader:
+        batches += 1
+        stop.pending = rank == 0
+    return batches, stop.agreed, int(loader.state_dict()["rows"][0, 0])
+
+
+def test_request_to_stop_does_not_wait_for_a_late_batch(gloo: GlooPool) -> None:
+    assert gloo.run(2, stop_while_a_batch_is_late) == [(2, True, 2)] * 2
+
+
+def fifth_batch_is_late() -> Any:
+    original = DataLoader._read
+
+    def read(loader: DataLoader) -> Any:
+        time.sleep(60 if loader.drop_last and loader._step == 4 else 0)  # not for validation
+        return original(loader)
+
+    return patch.object(DataLoader, "_read", read)
+
+
+def test_run_that_waits_for_data_saves_when_it_is_asked_to_stop(tmp_path: Path) -> None:
+    run = ForkedRun(tmp_path, "--checkpoint.interval", "100", hook=fifth_batch_is_late)
+    run.wait_for(lambda: len(logged_losses(tmp_path)) == 4)
+    os.kill(run.processes[1].pid or 0, signal.SIGTERM)
+    assert run.wait() == [75, 75], run.output()
+    assert (tmp_path / "checkpoint/step-4").is_dir()
+    assert "stopped as requested: step 4 of 8" in run.output()
 
 
 def test_silent_rank_times_out(gloo: GlooPool) -> None:

@@ -190,6 +190,7 @@ class Trainer:
             self.device,
             self.gloo_group if world_size() > 1 else None,
         )
+        self.dataloader.stop = self.stop
 
     def create_dump_folder(self) -> None:
         """Create the dump folder, or raise an error if it cannot be written."""

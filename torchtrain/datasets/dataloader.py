@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,9 @@ from torchtrain.datasets.data_source import DataSource, Piece, SavedPosition, St
 from torchtrain.datasets.order import Mixture
 from torchtrain.errors import DamagedError, DataError
 from torchtrain.labels import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from torchtrain.fault_tolerance.step_check import Request
 
 # Seconds between all-reduces while the batch of any rank is not ready.
 ROUND_SECONDS = 1.0
@@ -90,6 +93,8 @@ class DataLoader(Iterator[Batch]):
     """Those of ``streams``."""
     streams_of: Callable[[range], Sequence[Stream]] | None = None
     """Returns ``streams`` for other rows of the global batch."""
+    stop: "Request | None" = None
+    """A request of any rank that ends the iteration on all of them while a batch is late."""
 
     def __post_init__(self) -> None:
         self._step = 0
@@ -124,9 +129,13 @@ class DataLoader(Iterator[Batch]):
             self._background = _Background(self._read, self.prefetch, self.device)
         self._background.ask()
         self.wait_seconds = 0.0
-        failed, late, targets, ended = self._agreed()
+        failed, late, stopping, targets, ended = self._agreed()
         while late and not failed:
-            failed, late, targets, ended = self._agreed()
+            if stopping and self.stop is not None:
+                self.stop.agreed = True
+                self.close()
+                raise StopIteration
+            failed, late, stopping, targets, ended = self._agreed()
         read = self._next_read
         if failed:
             self.close()
@@ -159,14 +168,16 @@ class DataLoader(Iterator[Batch]):
             batch, _, ended = read
             targets = int((batch.labels != IGNORE_INDEX).sum())
         failed, late = isinstance(read, BaseException), read is None
-        values, work = torch.tensor([failed, late, targets, ended], dtype=torch.int64), None
+        stopping = self.stop is not None and self.stop.pending
+        values, work = torch.tensor([failed, late, stopping, targets, ended], dtype=torch.int64), None
         if self._group is not None:
             work = dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group, async_op=True)
         self._reduction = values, work
 
     def _agreed(self) -> list[int]:
-        """Maxima over all ranks of: whether reading failed, whether the batch is late, its number of unmasked labels,
-        and whether the data ended. Waits for the pending ``_poll``, or starts one that waits for a batch."""
+        """Maxima over all ranks of: whether reading failed, whether the batch is late, whether the rank is to stop, the
+        batch's number of unmasked labels, and whether the data ended. Waits for the pending ``_poll``, or starts one
+        that waits for a batch."""
         if self._reduction is None:
             self._poll(ROUND_SECONDS)
         assert self._reduction is not None

@@ -338,7 +338,9 @@ class ReplicaTrainer(Trainer):
             if self.stop.agreed:  # while it waited for others
                 return None
             with self.watchdog.watch(f"step {self.step + 1}"):
-                batch = next(batches)
+                batch = next(batches, None)
+                if batch is None:  # asked to stop while it waited for data
+                    return None
                 place = self.place.next(self.group, self.gloo_group)
                 before = {name: tensor.clone() for name, tensor in self.changing_state().items()}
                 try:
@@ -506,7 +508,7 @@ class ReplicaTrainer(Trainer):
             logger.error("%s; the last valid checkpoint is kept", error)
 
     def acquire_lease(self, last: bool) -> bool:
-        """Acquire the writer lease for a save; returns whether this replica still leads."""
+        """Acquire the writer lease for a save; returns whether this replica still leads, and has it."""
         self.forget_superseded_save()
         # One that was asked to stop may have left for a regular save of the same step.
         if last and not self.group.has_left and self.has_hung():
@@ -518,6 +520,8 @@ class ReplicaTrainer(Trainer):
         if self.stop.agreed and self.step < self.config.training.steps:  # the others do not wait for its save
             self.group.close()
         with self.watchdog.watch(f"lease for step {self.step}"):
+            if not last:
+                return self.checkpointer.try_to_take_lease(self.step)
             self.checkpointer.take_lease(self.step)
         return True
 
