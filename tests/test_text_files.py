@@ -10,6 +10,7 @@ import lzma
 import math
 import os
 import re
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,17 @@ def test_truncated_compressed_file_raises_a_data_error(tmp_path: Path) -> None:
             file.write_bytes(kept)
             with pytest.raises(DataError, match=rf"{file.name} cannot be read after document \d+, it seems"):
                 texts(file)
+
+
+def test_compressed_file_may_begin_with_a_frame_that_is_skipped(tmp_path: Path) -> None:
+    """As pzstd writes them; an array of JSON is known by its first character."""
+    skipped = struct.pack("<II4s", 0x184D2A50, 4, b"size")
+    array = json.dumps([{"text": "one"}, {"text": "two"}], indent=0)
+    (tmp_path / "a.json.zst").write_bytes(skipped + zstandard.compress(array.encode()))
+    assert texts(tmp_path / "a.json.zst") == ["one", "two"]
+    (tmp_path / "a.txt.zst").write_bytes(skipped + zstandard.compress(b"\xff" * 100))
+    with pytest.raises(DataError, match="UTF-8"):
+        texts(tmp_path / "a.txt.zst")
 
 
 def test_folders_are_read_with_links_and_without_hidden_files(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ def zst(raw: BinaryIO) -> Iterator[bytes]:
     for block in read_blocks(raw):
         while block:
             frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            yield frame.decompress(block)
+            if content := frame.decompress(block):  # a frame may be empty, or one that is skipped, as pzstd writes them
+                yield content
             block = frame.unused_data if frame.eof else b""  # a file may hold several frames
             frame = None if frame.eof else frame
     if frame is not None:
