@@ -20,6 +20,7 @@ from torchtrain.config.section import flat
 from torchtrain.errors import CheckpointError
 from torchtrain.files import is_url, printable
 from torchtrain.models.options import RopeScalingConfig
+from torchtrain.optimizers.options import LRSchedulerConfig
 
 
 class Kind(Enum):
@@ -237,7 +238,12 @@ def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
     """That training.steps changes the schedule, and the two ways to go on."""
     saved, current = options_in(saved_toml), options_in(current_toml)
     length = flat(tomli.loads(saved_toml)).get(TOTAL_STEPS, saved["training.steps"])
-    constant = saved["lr_scheduler.decay_type"] == "constant"
+    from torchtrain.optimizers.lr_schedule import LRSchedule
+
+    names = ("warmup_steps", "decay_ratio", "start_step")
+    lengths: dict[str, Any] = {name: saved.get(f"lr_scheduler.{name}") for name in names}
+    phases = LRSchedule(LRSchedulerConfig(total_steps=length, **lengths), 1.0, length).phases
+    constant = saved["lr_scheduler.decay_type"] == "constant" or not phases.decay
     floor = "optimizer.lr" if constant else f"lr_scheduler.min_lr_factor = {saved['lr_scheduler.min_lr_factor']}"
     return (
         f" training.steps = {current['training.steps']} is also the length of the learning-rate schedule, since "

@@ -25,6 +25,7 @@ class SchedulePhases:
 
     def progress(self, step: int) -> float:
         """Progress of the decay at ``step``: 0 before it, between 0 and 1 within it, 1 after the schedule.
+        Without a decay it is always 0.
 
         The decay reaches 1 one step after the last of the schedule: otherwise, with a minimum of
         0, the last step would have no effect.

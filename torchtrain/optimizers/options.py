@@ -93,8 +93,8 @@ class LRSchedulerConfig(Section, name="lr_scheduler"):
     warmup_tokens: TokenCount = ""
     """The warm-up in tokens, such as "2B", in place of warmup_steps."""
     total_steps: Count | None = None
-    """Total number of steps of the schedule; later steps have the minimum learning rate. None: training.steps. Set it
-    if training.steps may be increased later."""
+    """Total number of steps of the schedule; later steps have the minimum learning rate, or without a decay the peak.
+    None: training.steps. Set it if training.steps may be increased later."""
     total_tokens: TokenCount = ""
     """Length of the schedule in tokens, in place of total_steps."""
     decay_ratio: Fraction | None = None
