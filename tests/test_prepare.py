@@ -186,7 +186,9 @@ def test_prepare_resumes_after_the_last_complete_shard(tmp_path: Path) -> None:
     (folder / f"{lost.name}.json").write_text(json.dumps(plan["shards"][6]))
     (folder / f"{lost.name}.tokens").write_bytes((tmp_path / "whole" / f"{lost.name}.tokens").read_bytes()[:-2])
     (folder / f"{manifest.shards[7].name}.json").write_text('{"cut')
+    (folder / "download.partial").write_bytes(b"another program writes it")
     prepare(source, folder)
+    (folder / "download.partial").unlink()
     assert contents(folder) == whole
     assert (folder / f"{kept.name}.tokens").stat().st_mtime_ns == written
 

@@ -48,6 +48,7 @@ from torchtrain.datasets.tokenizers import Tokenizer
 from torchtrain.errors import DataError, StorageError, TorchtrainError
 from torchtrain.files import (
     MISSING,
+    PARTIAL_SUFFIX,
     TRANSIENT_ERRNOS,
     fsync_folder,
     json_object,
@@ -147,7 +148,7 @@ def _begin(output: DataFolder, plan: TokenManifest, *, alone: bool) -> bool:
         raise
     _require_same(plan, found, output)
     if alone:
-        output.remove(name for name in sizes if name.endswith(".partial"))  # left by a killed process
+        output.remove(filter(_is_partial, sizes))  # left by a killed process
     return False
 
 
@@ -188,8 +189,14 @@ def _finish(
             fsync_folder(output.path, MANIFEST)  # before the records are removed
     manifest = TokenManifest.read(output, output.location)
     output.remove(name for name in (UNFINISHED, *records) if name in sizes)
-    output.remove(name for name in sizes if name.endswith(".partial"))
+    output.remove(filter(_is_partial, sizes))
     return manifest
+
+
+def _is_partial(name: str) -> bool:
+    """Whether a file is an unfinished one of this module, which the folder may have beside files of others."""
+    target = name.rsplit(".", 2)[0]
+    return name.endswith(PARTIAL_SUFFIX) and (target in (MANIFEST, UNFINISHED, FILES) or target.startswith("shard-"))
 
 
 def log_skipped(manifest: TokenManifest) -> None:
