@@ -23,7 +23,7 @@ def read_exclusions(path: str) -> Exclusions:
     """
     name = f"data.exclude = {path!r}"
     try:
-        lines = read_file(Path(path), DataError, MAX_LIST_BYTES).decode(errors="replace").splitlines()
+        lines = read_file(Path(path), DataError, MAX_LIST_BYTES).decode(errors="replace").split("\n")
     except MISSING as error:
         raise DataError(f"{name} is not a file: give a list of documents, or leave it out") from error
     texts = set()

@@ -622,7 +622,8 @@ def test_errors_of_excluded_documents(tmp_path: Path) -> None:
             exclude.write_text(lines)
         with pytest.raises(DataError, match=message):
             make_loader(DataConfig(path=source.path, exclude=str(exclude)))
-    exclude.write_text(json.dumps({"text_hash": "0" * 32}))
+    # Characters that end a line of text, but not one of JSON lines.
+    exclude.write_text(json.dumps({"text": "a\u2028b\x85c", "text_hash": "0" * 32}, ensure_ascii=False))
     with (
         patch.object(TokenDataset, "can_exclude", False),
         pytest.raises(DataError, match=r"data\.exclude = .* needs text, and data is TokenDataset"),
