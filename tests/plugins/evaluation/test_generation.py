@@ -153,6 +153,12 @@ def test_smallest_and_largest_random_numbers_choose_allowed_tokens(uniform: floa
     assert token == (1 if uniform == 0 else 3)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(1.0, top_p=1e-16), Sampling(1e-38), Sampling(1e-37), Sampling(1e-46)])
+def test_smallest_shares_and_temperatures_choose_the_most_likely_token(sampling: Sampling) -> None:
+    logits = torch.tensor([[0.0, 300.0, -100.0, 299.0]])
+    assert choose(logits, sampling, torch.tensor([0.99])).item() == 1
+
+
 def test_rounding_does_not_exchange_tokens_that_are_almost_equally_likely() -> None:
     torch.manual_seed(0)
     logits = 1e-3 * torch.randn(1, 2048)

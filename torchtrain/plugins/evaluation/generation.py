@@ -140,15 +140,16 @@ def choose(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
     Returns:
         Token ids, int64 of shape (bs,).
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < torch.finfo(torch.float32).tiny:
         return logits.argmax(dim=-1)
-    scores, order = (logits / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    below_best = logits - logits.amax(dim=-1, keepdim=True)  # which a small temperature does not make infinite
+    scores, order = (below_best / sampling.temperature).sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         scores[:, sampling.top_k :] = -torch.inf
     # Integers, because CUDA may sum floating-point numbers in another order on each rank and in each call.
     shares = (scores.softmax(dim=-1).double() * PROBABILITY_UNITS).long()
     before = shares.cumsum(dim=-1) - shares  # cumulative probability of all more likely tokens
-    shares[before >= int(sampling.top_p * PROBABILITY_UNITS)] = 0
+    shares[before >= max(1, int(sampling.top_p * PROBABILITY_UNITS))] = 0  # the most likely token remains
     # In the order of ids: in that of probabilities, tokens that are almost equally likely may change places with the
     # rounding of another layout, and with them the token that a number selects.
     cumulative = torch.zeros_like(shares).scatter(1, order, shares).cumsum(dim=-1).double()
