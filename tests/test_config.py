@@ -136,6 +136,8 @@ def test_resolved_config_is_read_back_unchanged(tmp_path: Path) -> None:
         ("[model.shape.rope_scaling]\ntype = 'ntk'", "model.shape.rope_scaling.type = 'ntk' must be one of 'none'"),
         ("[training]\nsteps = 0", "training.steps = 0 must be at least 1"),
         ("[training]\nsteps = ", "is not valid TOML: Invalid value"),
+        (f"[training]\nsteps = {'1' * 5000}", "is not valid TOML: Exceeds the limit"),
+        ("[data]\nlongest_seq_len = 268435457", r"data.longest_seq_len = 268435457 must be at most 2\*\*28"),
         ('[data]\npath = ["a", "b\\u0000"]', r"data.path\[1\] = 'b\\x00' must be text in UTF-8 without NUL"),
     ],
 )

@@ -319,7 +319,7 @@ def read_table(text: str, path: str) -> dict[str, Any]:
     """The TOML ``text`` of the file ``path`` as a dict. Raises ConfigError if it is not valid TOML."""
     try:
         return tomli.loads(text)
-    except (tomli.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and Python's of a number with thousands of digits
         raise ConfigError(f"{path} is not valid TOML: {printable(str(error))}") from None
 
 

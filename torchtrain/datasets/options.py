@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from torchtrain.config.registry import DATA_SOURCES, suffixes_of
-from torchtrain.config.section import CountOrZero, LocalPath, Section, require
+from torchtrain.config.section import CountOrZero, LocalPath, Section, at_least, require
 from torchtrain.files import is_url
 
 BUILT_IN_SOURCES = (
@@ -167,11 +167,12 @@ class DataConfig(SourcesConfig, name="data"):
     document_mask: bool = False
     """Restrict attention to tokens of the same document, and count positions from its start. false: tokens attend to
     all earlier tokens of the sequence."""
-    longest_seq_len: CountOrZero = 0
+    longest_seq_len: Annotated[int, at_least(0), ("be at most 2**28", lambda value: value <= 2**28)] = 0
     """Order data so that training.seq_len can grow to this many tokens without reading any twice. 0: to the
     longest of all stages. A checkpoint keeps the order that it was saved with."""
     prefetch: CountOrZero = 2
-    """Number of batches to read ahead in a background thread. 0: read each batch when the step needs it."""
+    """Number of batches to read ahead in a background thread. 0: read each batch when the step needs it; a request to
+    stop then waits for it."""
     verify_gib: Annotated[float, ("be at least 0; inf verifies all", lambda value: value >= 0)] = 1.0
     """Size, in GiB, up to which data are hashed in full when a run starts: of each source the local files and the
     tokens, each by itself. Of larger files only parts are hashed, and of more tokens only sizes are compared;
