@@ -23,6 +23,7 @@ from forkserver import free_port
 from s3_server import S3Server
 
 from torchtrain.checkpoint.storage import open_storage
+from torchtrain.datasets.dataloader import DataLoader
 from torchtrain.plugins.object_storage.outputs import read_metrics as read_metrics_in
 
 pytest.importorskip("torchft")
@@ -268,6 +269,36 @@ def test_the_leader_stops_in_the_step_of_a_slow_save(references: Any, started: A
     replicas.start("1")
     assert replicas.wait() == {"0": [75], "1": [0]}, replicas.output()
     assert curves(replicas.folder / "replicas/0")[-1][0] == 5
+    assert differences(replicas.folder, reference) == []
+
+
+class StopForLateData(Kill):
+    """The fifth batch takes a minute, and a request to stop comes meanwhile."""
+
+    def install(self) -> None:
+        super().install()
+        read = DataLoader._read
+
+        def read_late(loader: DataLoader) -> Any:
+            if loader.drop_last and loader._step == 4:
+                time.sleep(3)
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(60)
+            return read(loader)
+
+        DataLoader._read = read_late  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_replica_that_waits_for_data_leaves_when_it_is_asked_to_stop(
+    victim: str, references: Any, started: Any
+) -> None:
+    reference, replicas = references(*QUICK), started(*QUICK, members=2)
+    for replica in "01":
+        replicas.start(replica, StopForLateData() if replica == victim else None)
+    assert replicas.wait() == {name: [75 if name == victim else 0] for name in "01"}, replicas.output()
+    assert curves(replicas.folder / "replicas" / victim)[-1][0] == 4
     assert differences(replicas.folder, reference) == []
 
 
