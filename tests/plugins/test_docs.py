@@ -43,7 +43,7 @@ COMMANDS = [
     "./run_llama_train.sh --data.path tokens --job.dump_folder outputs/tokens",
     "python -m torchtrain.prepare --prepare.output tokens --prepare.verify",
     "python scripts/docs/document_config.py",
-    "python -m torchtrain.check 32 --job.config_file train_configs/debug_model.toml --training.steps 50000",
+    "python -m torchtrain.check 32 --job.config_file train_configs/debug_model.toml --training.seed 1",
     "python -m torchtrain",
 ]
 PLANNED = "takes half a minute; test_estimate.py runs a similar command"
@@ -153,11 +153,14 @@ LISTED = {
     "python -m torchtrain.explain outputs/my_texts --step 24 --top 1 --exclude_to list.jsonl": (
         "needs a run of other options; tests/plugins/explain/test_explain.py runs its like"
     ),
-    "python -m torchtrain.train --job.config_file my_texts.toml --data.exclude list.jsonl --job.dump_folder "
-    "outputs/without": "the same",
+    "./run_llama_train.sh --data.path my_texts.jsonl --data.exclude list.jsonl --job.dump_folder outputs/without": (
+        "the same"
+    ),
     "python -m torchtrain.explain outputs/my_texts --step 24 --top 3": "needs a run of other options; "
     "test_explain.py runs a similar command",
-    "./run_llama_train.sh --comparison.fingerprint_steps 1 2": "run with more options by test_compare.py",
+    "./run_llama_train.sh --comparison.fingerprint_steps 1 2 --job.dump_folder outputs/recorded": (
+        "run with more options by test_compare.py"
+    ),
     "python scripts/benchmarks/validate_estimate.py": "takes five minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --fit": "takes ten minutes; run by hand",
     "python scripts/benchmarks/validate_estimate.py --only context": "takes a minute; run by hand",
@@ -184,7 +187,7 @@ LISTED = {
     ),
     'python -m torchtrain.generate my_qwen3 --prompt "def main("': FROM_HF,
     "torchrun --nproc-per-node 2 -m torchtrain.train --job.config_file F": "F stands for a file",
-    "NGPU=4 ./run_llama_train.sh --recheck.interval 10 --job.dump_folder outputs/checked": (
+    "NGPU=4 ./run_llama_train.sh --recheck.interval 10 --training.deterministic --job.dump_folder outputs/checked": (
         "test_recheck.py has smaller models"
     ),
     "python scripts/faults/poisoned_documents.py": "takes minutes; test_poisoned_document.py makes some of the runs",
@@ -249,8 +252,10 @@ LISTED = {
     "python scripts/prepare_ray.py --tasks 64 --cpus 8 -- --data.path s3://my-bucket/texts "
     "--prepare.output s3://my-bucket/tokens": "needs Ray and a bucket; test_prepare_ray.py runs it locally",
     "pip install -e '.[ray]' -c constraints.txt": "needs a package index",
-    "sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": "needs a cluster; tests/test_slurm.py starts a small one",
-    "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.steps 50000": "needs a cluster",
+    "CONFIG_FILE=train_configs/llama3_8b.toml sbatch --nodes 4 --gpus-per-node 8 scripts/train.slurm": (
+        "needs a cluster; tests/test_slurm.py starts a small one"
+    ),
+    "sbatch --nodes 4 --gpus-per-node 8 --time 24:00:00 scripts/train.slurm --training.seed 1": "needs a cluster",
     "docker build --file scripts/kubernetes/Dockerfile --tag registry.example.com/torchtrain .": ON_KUBERNETES,
     "docker push registry.example.com/torchtrain": ON_KUBERNETES,
     "kubectl create secret generic torchtrain-bucket --from-env-file bucket.env": ON_KUBERNETES,
