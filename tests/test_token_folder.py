@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,6 +54,15 @@ def test_damaged_shards_raise_a_data_error(tokens: Path) -> None:
     assert command.main(["--prepare.output", str(tokens), "--prepare.verify"]) == 0
     damage(tokens / "shard-00003.documents")
     assert command.main(["--prepare.output", str(tokens), "--prepare.verify"]) == 2
+
+
+def test_tokens_of_several_sources_are_verified_without_the_config_that_lists_them(tokens: Path) -> None:
+    several = tokens.parent / "several"
+    for number in "01":
+        shutil.copytree(tokens, several / number)
+    assert command.main(["--prepare.output", str(several), "--prepare.verify"]) == 0
+    (several / "1/manifest.json").unlink()
+    assert command.main(["--prepare.output", str(several), "--prepare.verify"]) == 2
 
 
 def test_missing_and_truncated_shards_raise_a_data_error(tokens: Path) -> None:

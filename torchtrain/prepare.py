@@ -9,6 +9,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 
 from torchtrain.cli import command, interrupted_by_signals, run_and_exit
@@ -41,7 +42,7 @@ def run(config: JobConfig) -> int:
         ConfigError: ``prepare.output`` is empty, or inside a folder of the data.
     """
     # Imported here and below, so that --help and rejected options do not import them.
-    from torchtrain.datasets.token_folder import open_folder, verify
+    from torchtrain.datasets.token_folder import is_token_folder, open_folder, verify
 
     options = section_of(config, PrepareConfig)
     if not options.output:
@@ -50,6 +51,9 @@ def run(config: JobConfig) -> int:
     several = len(config.data.sources)
     folders = [f"{output}/{number}" for number in range(several)] if several else [output]
     if options.verify:
+        if not several and not is_token_folder(output, "prepare.output"):  # those of a config that is not given
+            numbered = (f"{output}/{number}" for number in count())
+            folders = list(takewhile(lambda folder: open_folder(folder, "prepare.output").sizes(), numbered)) or folders
         for folder in folders:
             verified = verify(open_folder(folder, "prepare.output"), folder)
             logger.info("%s: all %d shards are as they were written", folder, len(verified.shards))
