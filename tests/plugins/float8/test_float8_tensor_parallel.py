@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -39,7 +39,7 @@ MODELS = {
     "shallow": replace(SHAPE, n_layers=1),
     "deep": replace(SHAPE, n_layers=4),  # for four pipeline stages
     "biased": replace(SHAPE, n_layers=1, qkv_bias=True),
-    "qwen": replace(SHAPE, qk_norm=True, qkv_bias=True, head_dim=32),
+    "qwen": replace(SHAPE, n_layers=1, qk_norm=True, qkv_bias=True, head_dim=8),
 }
 T2, T4, S2 = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 4}, {"data_parallel_shard_degree": 2}
 P2, C2, R2 = {"pipeline_parallel_degree": 2}, {"context_parallel_degree": 2}, {"data_parallel_replicate_degree": 2}
@@ -49,7 +49,9 @@ BFLOAT16_GATHER = {"float8": {"enable_fsdp_float8_all_gather": False}}
 
 # Relative errors. A different order of summation changes the first loss by 1e-7, and moves a few numbers to the next
 # float8 number, which changes that loss by up to 3e-6, and gradients by up to 1e-2 on average. With scales of shards
-# instead of whole tensors, almost all numbers round differently: 3e-4 and 150e-3.
+# instead of whole tensors, almost all numbers round differently: 3e-4 and 150e-3. In several layers one number moves
+# others: with weights that differ by 1e-7 the loss differs by up to 3e-7 in one layer, 4e-5 in two and 1.5e-4 in four.
+# So layouts that sum in another order than their reference have one layer.
 LOSS_ERROR, GRADIENT_ERROR = 1e-5, 2e-2
 
 
@@ -116,14 +118,7 @@ def run(
 @pytest.fixture(scope="module")
 def one_rank(gloo: GlooPool) -> Callable[[str, str], Run]:
     """Return a function from a recipe and a model to the run of one rank."""
-    runs: dict[tuple[str, str], Run] = {}
-
-    def of(recipe: str, model: str = "plain") -> Run:
-        if (recipe, model) not in runs:
-            [runs[recipe, model]] = run(gloo, recipe, {}, model)
-        return runs[recipe, model]
-
-    return of
+    return cache(lambda recipe, model: run(gloo, recipe, {}, model)[0])
 
 
 def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
@@ -154,18 +149,16 @@ slow = pytest.mark.slow
     ("parallelism", "model", "sections"),
     [
         pytest.param(T2, "shallow", {}, id="T2"),
-        pytest.param({**T2, **S2}, "plain", {}, id="S2 T2", marks=slow),
-        pytest.param({**T2, **P2}, "plain", {}, id="T2 P2", marks=slow),
+        pytest.param({**T2, **S2}, "shallow", {}, id="S2 T2", marks=slow),
         pytest.param(T2, "qwen", {}, id="T2 qwen", marks=slow),
-        pytest.param(T4, "plain", {}, id="T4", marks=slow),
-        pytest.param({**T2, **R2}, "plain", {}, id="R2 T2", marks=slow),
-        pytest.param({**T2, **S2, **NO_SEQUENCE_PARALLEL}, "plain", {}, id="S2 T2 no sequence", marks=slow),
-        pytest.param({**T2, **P2, **ZERO_BUBBLE}, "deep", {}, id="T2 P2 zero bubble", marks=slow),
-        pytest.param({**T2, **S2}, "plain", BFLOAT16_GATHER, id="S2 T2 gathered in bfloat16", marks=slow),
+        pytest.param(T4, "shallow", {}, id="T4", marks=slow),
+        pytest.param({**T2, **R2}, "shallow", {}, id="R2 T2", marks=slow),
+        pytest.param({**T2, **S2, **NO_SEQUENCE_PARALLEL}, "shallow", {}, id="S2 T2 no sequence", marks=slow),
+        pytest.param({**T2, **S2}, "shallow", BFLOAT16_GATHER, id="S2 T2 gathered in bfloat16", marks=slow),
         *(
             pytest.param(
                 T2,
-                "plain",
+                "shallow",
                 {"activation_checkpoint": {"mode": mode}, "compile": {"enable": compiled}},
                 id=f"T2 {mode} {'compiled' if compiled else 'eager'}",
                 marks=slow,
@@ -185,6 +178,16 @@ def test_tensor_parallel_ranks_round_to_the_numbers_of_one_rank(
     sections: dict[str, Any],
 ) -> None:
     assert_same_numbers(run(gloo, recipe, parallelism, model, **sections), one_rank(recipe, model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize(("schedule", "model"), [({}, "plain"), (ZERO_BUBBLE, "deep")], ids=["1F1B", "zero bubble"])
+def test_stages_round_to_the_numbers_of_tensor_parallel_ranks(
+    gloo: GlooPool, recipe: str, schedule: dict[str, Any], model: str
+) -> None:
+    reference, _ = run(gloo, recipe, T2, model)
+    assert_same_numbers(run(gloo, recipe, {**T2, **P2, **schedule}, model), reference)
 
 
 def scales_of_shards() -> AbstractContextManager[Any]:
@@ -251,8 +254,8 @@ def test_gradients_of_biases_from_float8_are_detected(gloo: GlooPool, one_rank: 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_context_parallel_ranks_scale_their_part_of_the_sequence(gloo: GlooPool, recipe: str) -> None:
     """So the reference is context parallelism alone."""
-    context = run(gloo, recipe, C2)
-    assert_same_numbers(run(gloo, recipe, {**T2, **C2}), context[0])
+    context = run(gloo, recipe, C2, "shallow")
+    assert_same_numbers(run(gloo, recipe, {**T2, **C2}, "shallow"), context[0])
 
 
 @pytest.mark.slow
