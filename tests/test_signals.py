@@ -25,6 +25,7 @@ COMMANDS = {
 COMMANDS["train"] += ["--job.dump_folder", "{}/run"]
 COMMANDS["launch"] += COMMANDS["train"]  # which leaves SIGUSR1 to the ranks, which are in sessions of their own
 SECONDS = {"prepare": 2.0, "train": 12.0, "launch": 15.0}
+END_SECONDS = 200  # for two steps and a save beside other load
 
 
 def processes_of(group: int) -> list[int]:
@@ -43,7 +44,7 @@ def processes_of(group: int) -> list[int]:
 
 def interrupt(module: str, words: list[str], number: int, seconds: float) -> tuple[int, str]:
     """Start a command, send a signal to its process group after ``seconds``; returns its exit code and its log."""
-    command = [sys.executable, "-m", f"torchtrain.{module}", *words]
+    command = [sys.executable, "-X", "faulthandler", "-m", f"torchtrain.{module}", *words]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -51,7 +52,12 @@ def interrupt(module: str, words: list[str], number: int, seconds: float) -> tup
         time.sleep(seconds)
         if process.poll() is None:
             os.killpg(process.pid, number)
-        _, log = process.communicate(timeout=60)
+        try:
+            _, log = process.communicate(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGABRT)  # writes the stacks of all threads
+            _, log = process.communicate(timeout=END_SECONDS)
+            raise AssertionError(f"it goes on after signal {number} at {seconds} s:\n{log}") from None
         deadline = time.monotonic() + 5
         while processes_of(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -91,6 +97,7 @@ def test_prepare_is_interrupted_and_resumed(tmp_path: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("module", COMMANDS)
 def test_fifty_signals_at_random_moments(module: str, tmp_path: Path) -> None:
     write_texts(tmp_path)

@@ -31,6 +31,7 @@ metric_list: [{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_bett
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("module", COMMANDS)
 def test_fifty_signals_at_random_moments(module: str, tmp_path: Path, trained_run: Path) -> None:
     write_texts(tmp_path)
