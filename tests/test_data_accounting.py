@@ -241,8 +241,8 @@ def next_of_all_ranks(loader: DataLoader) -> tuple[Batch, bool]:
 
     def agreed(loader: DataLoader) -> list[int]:
         nonlocal ended
-        failed, late, _, ended = AGREED(loader)
-        return [failed, late, 1, 0]
+        failed, late, stopping, _, ended = AGREED(loader)
+        return [failed, late, stopping, 1, 0]
 
     with patch.object(DataLoader, "_agreed", agreed):
         return next(loader), ended

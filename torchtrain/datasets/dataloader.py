@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,11 +15,9 @@ import torch.distributed as dist
 
 from torchtrain.datasets.data_source import DataSource, Piece, SavedPosition, Stream
 from torchtrain.datasets.order import Mixture
+from torchtrain.distributed.agreement import Request
 from torchtrain.errors import DamagedError, DataError
 from torchtrain.labels import IGNORE_INDEX
-
-if TYPE_CHECKING:
-    from torchtrain.fault_tolerance.step_check import Request
 
 # Seconds between all-reduces while the batch of any rank is not ready.
 ROUND_SECONDS = 1.0
@@ -93,7 +91,7 @@ class DataLoader(Iterator[Batch]):
     """Those of ``streams``."""
     streams_of: Callable[[range], Sequence[Stream]] | None = None
     """Returns ``streams`` for other rows of the global batch."""
-    stop: "Request | None" = None
+    stop: Request | None = None
     """A request of any rank that ends the iteration on all of them while a batch is late."""
 
     def __post_init__(self) -> None:

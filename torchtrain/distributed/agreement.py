@@ -20,7 +20,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -32,6 +32,17 @@ ROUND_SECONDS = 1.0  # between exchanges of ``on_all_ranks`` while a rank is bus
 STORE_WAIT_SECONDS = 3600.0  # for a result of rank 0 through a store; its requests to other services may be retried
 STORE_POLL_SECONDS = 1.0
 ERROR_READ_SECONDS = 10.0  # for which rank 0, which may host the store, waits until all ranks have read its error
+
+
+class Request(Protocol):
+    """A request of any rank for an action of all ranks after the step, such as a save when its interval has passed."""
+
+    agreed: bool
+    """Whether any rank has made the request; identical on all ranks."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank makes the request."""
 
 
 def broadcast_from_rank0(function: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -4,27 +4,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from torchtrain.distributed.agreement import Request
 from torchtrain.distributed.process_group import all_reduce
 from torchtrain.fault_tolerance.nonfinite_guard import NonFiniteGuard, SpikeDetector
 from torchtrain.models.loss import TokenLoss
 
 LONG_STEP_SECONDS = 10.0
-
-
-class Request(Protocol):
-    """A request of any rank for an action of all ranks after the step, such as a save when its interval has passed."""
-
-    agreed: bool
-    """Whether any rank has made the request; identical on all ranks."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank makes the request."""
 
 
 @dataclass(eq=False)

@@ -18,12 +18,11 @@ from torchtrain.config.parse import to_toml
 from torchtrain.config.run_plan import OtherStageError
 from torchtrain.config.schema import JobConfig, section_of
 from torchtrain.datasets.dataloader import Batch
-from torchtrain.distributed.agreement import broadcast_from_rank0, on_rank0
+from torchtrain.distributed.agreement import Request, broadcast_from_rank0, on_rank0
 from torchtrain.distributed.mesh import local
 from torchtrain.distributed.process_group import all_reduce, rank, world_size
 from torchtrain.distributed.replicas import Replicas, StepDiscarded
 from torchtrain.errors import CheckpointError, HardwareError, StoppedError, StorageError, SupersededError
-from torchtrain.fault_tolerance.step_check import Request
 from torchtrain.fault_tolerance.stop_request import StopRequest
 from torchtrain.logging import BestEffort, logger
 from torchtrain.metrics.hooks import Hook
