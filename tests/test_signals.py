@@ -45,9 +45,10 @@ def processes_of(group: int) -> list[int]:
 def interrupt(module: str, words: list[str], number: int, seconds: float) -> tuple[int, str]:
     """Start a command, send a signal to its process group after ``seconds``; returns its exit code and its log."""
     command = [sys.executable, "-X", "faulthandler", "-m", f"torchtrain.{module}", *words]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    # A job in the background of a shell ignores SIGINT, and so do its children.
+    handle_ctrl_c = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, **pipes, text=True, start_new_session=True, preexec_fn=handle_ctrl_c)
     try:
         time.sleep(seconds)
         if process.poll() is None:
