@@ -58,7 +58,7 @@ def interrupt(module: str, words: list[str], number: int, seconds: float) -> tup
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)  # writes the stacks of all threads
             _, log = process.communicate(timeout=END_SECONDS)
-            raise AssertionError(f"it goes on after signal {number} at {seconds} s:\n{log}") from None
+            raise AssertionError(f"the command continues after signal {number} at {seconds} s:\n{log}") from None
         deadline = time.monotonic() + 5
         while processes_of(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)

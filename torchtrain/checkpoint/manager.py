@@ -313,7 +313,7 @@ class CheckpointManager(AbstractContextManager["CheckpointManager"]):
         except CheckpointError as error:
             if self.rank == 0:
                 logger.error(f"{error}; the last valid checkpoint is kept")
-            self.clock.save_begins()
+            self.clock.save_begins()  # the next one is due as after any failed save
             self.clock.start()
             self._count_failed_save(error)
             return False

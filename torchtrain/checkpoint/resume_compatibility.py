@@ -236,10 +236,10 @@ def check_resume_compatibility(
 
 def _another_length(saved_toml: str, current_toml: str, allow: str) -> str:
     """That training.steps changes the schedule, and the two ways to go on."""
+    from torchtrain.optimizers.lr_schedule import LRSchedule  # it imports PyTorch
+
     saved, current = options_in(saved_toml), options_in(current_toml)
     length = flat(tomli.loads(saved_toml)).get(TOTAL_STEPS, saved["training.steps"])
-    from torchtrain.optimizers.lr_schedule import LRSchedule
-
     names = ("warmup_steps", "decay_ratio", "start_step")
     lengths: dict[str, Any] = {name: saved.get(f"lr_scheduler.{name}") for name in names}
     phases = LRSchedule(LRSchedulerConfig(total_steps=length, **lengths), 1.0, length).phases
